@@ -1,0 +1,190 @@
+"""Files that later steps rely on: written whole or not at all, and tied to what they were made from by SHA-256."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sft.errors import UserError
+
+PACKAGES = ("torch", "torch_npu", "accelerate", "transformers", "peft", "datasets", "evaluate", "tokenizers")
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, as 64 hex digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    """SHA-256 of a text's UTF-8 bytes, as 64 hex digits."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of a JSON value in canonical form: keys sorted, no spaces, so equal values have equal hashes."""
+    return sha256_text(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True))
+
+
+def tokenizer_sha256(tokenizer) -> str:
+    """Hash of what decides token ids: each (token, id) pair and the special tokens. The chat template has its own."""
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return sha256_json([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
+
+
+def template_sha256(tokenizer) -> str:
+    """Hash of the chat template's source; of the empty string when the tokenizer has none."""
+    template = tokenizer.chat_template or ""
+    return sha256_text(template if isinstance(template, str) else json.dumps(template, sort_keys=True))
+
+
+def model_sha256(directory_or_name: str) -> str | None:
+    """Hash over the names and sizes of a local model's weight files and its config.json; None for a hub name.
+
+    Weights are not read: for a 7 B model that would take longer than loading it. The config and the exact byte
+    sizes tell apart any two models that differ in shape, dtype or sharding.
+    """
+    directory = Path(directory_or_name)
+    if not directory.is_dir():
+        return None
+    weights = sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".gguf"))
+    config = directory / "config.json"
+    parts = [[p.name, p.stat().st_size] for p in weights]
+    return sha256_json([parts, sha256_file(config) if config.is_file() else None])
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that are installed, read from their metadata without importing them."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def sync_directory(path: str | Path) -> None:
+    """Makes renames inside a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def explained_writing(path: str | Path) -> Iterator[None]:
+    """Turns what the file system refuses into one sentence. Raises: UserError instead of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"could not write {path}: {error.strerror or error}; what was complete before is untouched: "
+            "free space or choose another place, then run the same command again"
+        ) from error
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a UTF-8 text file: temporary name beside it, fsync, rename. Raises: UserError when that fails."""
+    path = Path(path)
+    with explained_writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes a JSON file for people and programs: indented, keys in the given order, numbers in full precision."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """Reads a JSON file. Raises: UserError when it is missing or broken."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); it was not written by this project or is damaged") from None
+
+
+@contextlib.contextmanager
+def new_directory(path: str | Path, replace: bool = False) -> Iterator[Path]:
+    """Yields a temporary directory beside `path`; on leaving, its files are synced and it takes the final name.
+
+    With `replace` an existing directory stays in place until the new one is complete. When the block raises, or on
+    Ctrl-C, the temporary directory is removed and `path` is as it was.
+    Raises: UserError when `path` exists and `replace` is false, or when the file system refuses.
+    """
+    path = Path(path)
+    if path.exists() and not replace:
+        raise UserError(f"{path} exists already; choose another directory")
+    with explained_writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.tmp-"))
+        try:
+            os.chmod(temporary, 0o777 & ~_umask())
+            yield temporary
+            for file in sorted(temporary.rglob("*")):
+                if file.is_file():
+                    with open(file, "rb") as handle:
+                        os.fsync(handle.fileno())
+                else:
+                    sync_directory(file)
+            sync_directory(temporary)
+            if path.exists():
+                old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old-"))
+                os.replace(path, old / path.name)
+                os.replace(temporary, path)
+                shutil.rmtree(old)
+            else:
+                os.replace(temporary, path)
+            sync_directory(path.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def read_manifest(dataset_dir: str | Path) -> dict:
+    """The manifest of a data set made by data_prep.py. Raises: UserError when the directory holds none."""
+    path = Path(dataset_dir) / "manifest.json"
+    if not Path(dataset_dir).is_dir():
+        raise UserError(f"dataset_dir {dataset_dir} does not exist; make it with data_prep.py --output_dir {dataset_dir}")
+    if not path.is_file():
+        raise UserError(f"{dataset_dir} holds no manifest.json: it is not a data set made by data_prep.py, or not whole")
+    return read_json(path)
+
+
+def load_split(dataset_dir: str | Path, name: str):
+    """The `datasets.Dataset` of split "train" or "eval". Raises: UserError when it is not there."""
+    import datasets  # slow to import, and only the scripts that read rows need it
+
+    path = Path(dataset_dir) / name
+    if not path.is_dir():
+        raise UserError(f"{dataset_dir} has no {name} split; make the data set again with data_prep.py --overwrite")
+    return datasets.load_from_disk(str(path))

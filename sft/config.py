@@ -1,0 +1,233 @@
+"""What the user chooses: command-line flags and YAML keys, one dataclass field each."""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from sft.errors import UserError
+
+Config = TypeVar("Config")
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", choices: tuple = (), **kwargs) -> Any:
+    """A dataclass field with its one-line help and, where the values are few, its choices."""
+    if isinstance(default, list):
+        kwargs["default_factory"] = lambda: list(default)
+    elif default is not dataclasses.MISSING:
+        kwargs["default"] = default
+    return dataclasses.field(metadata={"help": help, "choices": choices}, **kwargs)
+
+
+@dataclass
+class TrainConfig:
+    """All settings of train.py. A field is a flag, a YAML key and a key of the run's config.json, same name."""
+
+    # what is learnt, from what, to where
+    model_name_or_path: str = option(help="base model: a local directory or a hub name")
+    dataset_dir: str = option(help="data set made by data_prep.py")
+    output_dir: str = option(help="run directory, made by this script")
+    adapter_name_or_path: str | None = option(None, "start from this LoRA adapter instead of a new one")
+    trust_remote_code: bool = option(False, "run Python code that comes with the model (only if you trust its author)")
+    # batch: global batch = per-device batch × accumulation × world size
+    per_device_train_batch_size: int = option(1, "rows per micro-batch and rank, at most")
+    gradient_accumulation_steps: int | None = option(None, "micro-batches per step and rank (1 if nothing is given)")
+    global_batch_size: int | None = option(None, "rows per optimizer step over all ranks; derives the accumulation")
+    auto_micro_batch: bool = option(False, "out of memory: halve the micro-batch, double the accumulation, go on")
+    # optimisation
+    learning_rate: float = option(2e-4, "peak learning rate of AdamW")
+    lr_scheduler_type: str = option("cosine", "shape after warm-up", choices=("cosine", "linear", "constant"))
+    warmup_ratio: float = option(0.03, "share of all steps with rising learning rate")
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay")
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 leaves them")
+    num_train_epochs: float = option(1.0, "passes over the training rows")
+    max_steps: int | None = option(None, "end after this many optimizer steps instead of num_train_epochs")
+    seed: int = option(42, "decides adapter start, row order and dropout")
+    # LoRA
+    lora_r: int = option(8, "rank of the update")
+    lora_alpha: int = option(16, "the update is scaled by lora_alpha / lora_r")
+    lora_dropout: float = option(0.0, "dropout on the input of the update")
+    target_modules: list[str] = option(["q_proj", "k_proj", "v_proj", "o_proj"], "linear layers that get an update")
+    # numbers and memory
+    dtype: str = option("auto", "of the base weights", choices=("auto", "float32", "bfloat16", "float16"))
+    attn_implementation: str = option(
+        "packed_sdpa", "attention over packed rows", choices=("packed_sdpa", "flash_attention_2")
+    )
+    gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")
+    loss_chunk_tokens: int = option(1024, "target tokens whose logits are in memory at once; 0: all")
+    pad_to_multiple_of: int = option(1, "round micro-batch lengths up (fewer shapes to compile on some cards)")
+    # records and checkpoints, counted in optimizer steps
+    logging_steps: int = option(1, "steps between lines of metrics.jsonl")
+    eval_steps: int | None = option(None, "steps between evaluations; none: after each epoch")
+    eval_on_start: bool = option(True, "evaluate before the first step, to have something to compare with")
+    save_steps: int | None = option(None, "steps between checkpoints; none: after each epoch")
+    save_total_limit: int = option(2, "newest checkpoints kept (the best one by eval_loss is kept as well)")
+    resume_from_checkpoint: str | None = option("auto", "auto: newest complete one, if any; a path: that one")
+    stop_at_step: int | None = option(None, "save and end at this step as a signal would; the schedule stays")
+    overwrite_output_dir: bool = option(False, "delete the run that output_dir holds")
+    report_to: list[str] = option(["tensorboard"], "trackers: tensorboard, wandb, swanlab, trackio or none")
+    ddp_timeout: int = option(1860, "seconds after which a collective that does not complete is an error")
+
+    def __post_init__(self) -> None:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_steps",
+                     "lora_r", "lora_alpha", "pad_to_multiple_of", "logging_steps", "eval_steps", "save_steps",
+                     "save_total_limit", "stop_at_step", "ddp_timeout"):  # fmt: skip
+            _require(self, name, lambda value: value >= 1, "at least 1")
+        for name in ("learning_rate", "num_train_epochs"):
+            _require(self, name, lambda value: 0 < value < float("inf"), "above 0")
+        for name in ("weight_decay", "max_grad_norm", "loss_chunk_tokens", "seed"):
+            _require(self, name, lambda value: 0 <= value < float("inf"), "0 or more")
+        for name in ("lora_dropout", "warmup_ratio"):
+            _require(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        if not self.target_modules:
+            raise UserError("target_modules is empty; name at least one linear layer, for example q_proj")
+        trackers = ("tensorboard", "wandb", "swanlab", "trackio", "none")
+        for tracker in self.report_to:
+            if tracker not in trackers:
+                raise UserError(f"report_to: {tracker!r} is not one of {', '.join(trackers)}{_nearest(tracker, trackers)}")
+
+
+def _require(config: Any, name: str, holds, expected: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not holds(value):
+        raise UserError(f"{name} is {value}; it must be {expected}")
+
+
+def _nearest(name: str, names) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _convert(name: str, value: Any, hint: Any, place: str) -> Any:
+    """`value` (from YAML or the command line) as the type that a field declares. Raises: UserError."""
+    optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if optional else [hint]
+    if value is None or (optional and isinstance(value, str) and value.lower() in ("none", "null")):
+        if optional:
+            return None
+        raise UserError(f"{place}: {name} has no value; expected {_type_name(hint)}")
+    kind = kinds[0]
+    if typing.get_origin(kind) is list:
+        values = value if isinstance(value, (list, tuple)) else [value]
+        (item,) = typing.get_args(kind)
+        return [_convert(name, one, item, place) for one in values]
+    if kind is bool:
+        text = str(value).lower()
+        if text in ("true", "yes", "on", "1"):
+            return True
+        if text in ("false", "no", "off", "0"):
+            return False
+    elif kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    elif kind in (int, float) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        try:  # YAML 1.1 reads 2e-4 as text: convert from text as well
+            number = float(value)
+            if kind is float:
+                return number
+            if number.is_integer():
+                return int(number)
+        except (ValueError, OverflowError):
+            pass
+    raise UserError(f"{place}: {name} is {value!r}; expected {_type_name(hint)}")
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
+    if typing.get_origin(hint) is list or typing.get_origin(kinds[0]) is list:
+        return "a list"
+    return names[kinds[0]] + (" or none" if len(typing.get_args(hint)) > 1 else "")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(f"{message}; --help lists the flags")
+
+
+def _parser(config_type: type, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML keys named like the flags; flags win")
+    hints = typing.get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
+        is_list = "list" in str(hints[field.name])
+        default = field.default if field.default is not dataclasses.MISSING else None
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        text = field.metadata.get("help", "")
+        shown = " ".join(default) if isinstance(default, list) else default
+        text += " (required)" if required else f" (default: {shown})"
+        if field.metadata.get("choices"):
+            text += f" [{'|'.join(field.metadata['choices'])}]"
+        arguments = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS, "metavar": "X"}
+        if is_list:
+            arguments["nargs"] = "+"
+        elif hints[field.name] is bool:
+            arguments.update(nargs="?", const=True, metavar="true|false")
+            parser.add_argument(
+                f"--no_{field.name}", dest=field.name, action="store_false", default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )  # fmt: skip
+        parser.add_argument(f"--{field.name}", **arguments)
+    return parser
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises: UserError with line and column when it cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"config file {path}: {error.strerror}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"config file {path} is not UTF-8 ({error.reason} at byte {error.start})") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"config file {path} holds a {type(values).__name__}; expected lines of the form `key: value`")
+    return values
+
+
+def parse(config_type: type[Config], argv: list[str] | None = None, description: str = "") -> Config:
+    """The settings in `argv` (default: the command line) and in the YAML file that its --config names; flags win.
+
+    Raises: UserError for an unknown flag or key (the nearest name is suggested), a value of the wrong type or outside
+    the choices, a missing required one. --help prints all flags and exits with status 0.
+    """
+    fields = {field.name: field for field in dataclasses.fields(config_type)}
+    hints = typing.get_type_hints(config_type)
+    arguments, unknown = _parser(config_type, description).parse_known_args(argv)
+    unknown = [word for word in unknown if word.startswith("--")] or unknown
+    if unknown:
+        name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
+        raise UserError(f"unknown argument {unknown[0]}{_nearest(name, fields)} --help lists the flags")
+    given = vars(arguments)
+    path = given.pop("config", None)
+    values = {}
+    if path is not None:
+        for name, value in read_yaml(path).items():
+            if name not in fields:
+                raise UserError(f"{path}: unknown key {name!r}{_nearest(str(name), fields)}")
+            values[name] = _convert(name, value, hints[name], str(path))
+    values.update({name: _convert(name, value, hints[name], "command line") for name, value in given.items()})
+    for name, field in fields.items():
+        choices = field.metadata.get("choices")
+        if choices and name in values and values[name] not in (*choices, None):
+            close = _nearest(str(values[name]), choices)
+            raise UserError(f"{name} is {values[name]!r}; expected one of {', '.join(choices)}{close}")
+    missing = [
+        name for name, field in fields.items() if name not in values
+        and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]  # fmt: skip
+    if missing:
+        raise UserError(f"missing: {', '.join('--' + name for name in missing)}; give flags, or keys of a --config file")
+    return config_type(**values)

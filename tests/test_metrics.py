@@ -136,7 +136,7 @@ def test_empty_answers_count_as_wrong():
         assert scores[name] == pytest.approx(expected)
     # One of three references answered: the brevity penalty is e^(1 − 9/3).
     assert scores["bleu"] == pytest.approx(100 * np.exp(-2))
-    nothing, _ = evaluate_generations(["", ""], ["a b", "中文"])
+    nothing, _ = evaluate_generations(["", "", ""], ["a b", "中文", ""])
     assert {name: nothing[name] for name in ("exact_match", "token_f1", "rougeL", "bleu", "chrf", "empty_rate")} == {
         "exact_match": 0.0, "token_f1": 0.0, "rougeL": 0.0, "bleu": 0.0, "chrf": 0.0, "empty_rate": 1.0
     }  # fmt: skip

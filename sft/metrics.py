@@ -88,6 +88,12 @@ def evaluate_generations(
     return aggregate(rows), rows
 
 
+def evaluate_losses(nll: Sequence[float], target_tokens: Sequence[int]) -> tuple[dict[str, float], list[dict]]:
+    """Returns loss and perplexity over all rows, and one dict per row for `compare`: scoring without generated answers."""
+    rows = [{"nll": float(nats), "target_tokens": int(tokens)} for nats, tokens in zip(nll, target_tokens)]
+    return aggregate(rows), rows
+
+
 def score_row(prediction: str, reference: str, language: str = "auto") -> dict:
     """Returns the scores of one answer and its addends to corpus BLEU and chrF. An empty answer scores 0 everywhere."""
     language = language_of(reference, language)
@@ -145,21 +151,27 @@ def describe(
     rows: Sequence[dict], language: str, decoding: str, seed: int = 42, resamples: int = RESAMPLES
 ) -> dict[str, str]:
     """Returns the signature: for each metric what another tool would need to get the same figure."""
-    counts = Counter(row["language"] for row in rows)
+    loss = {"loss": "nats per target token: sum of nll / sum of target tokens"}
+    interval = {"interval": f"paired percentile bootstrap|level:95%|resamples:{resamples}|seed:{seed}|rows:{len(rows)}"}
+    counts = Counter(row["language"] for row in rows if "language" in row)
+    if not counts:
+        return loss | interval
     present = [name for name in BLEU_TOKENIZERS if counts[name]]
-    words = "+".join({"en": "words", "zh": f"jieba-{_jieba_version()}"}[name] for name in present)
-    bleu = "+".join(BLEU_TOKENIZERS[name] for name in present)
+    jieba = f"jieba-{_jieba_version()}" if counts["zh"] else ""
     return {
         "language": f"{language}|" + "|".join(f"{name}:{counts[name]}" for name in present),
-        "loss": "nats per target token: sum of nll / sum of target tokens",
+        **loss,
         "exact_match": "norm:NFKC,lower,no punctuation,no articles(en),no spaces(zh)",
-        "token_f1": "tok:" + "+".join({"en": "squad", "zh": f"jieba-{_jieba_version()}"}[name] for name in present),
-        "rougeL": f"f1|tok:{words}|stem:no|mean of rows",
-        "bleu": f"nrefs:1|case:mixed|eff:yes|tok:{bleu}|smooth:exp|version:{sacrebleu.__version__}",
+        "token_f1": "tok:" + "+".join({"en": "squad", "zh": jieba}[name] for name in present),
+        "rougeL": "f1|tok:"
+        + "+".join({"en": "words", "zh": jieba}[name] for name in present)
+        + "|stem:no|mean of rows",
+        "bleu": f"nrefs:1|case:mixed|eff:yes|tok:{'+'.join(BLEU_TOKENIZERS[name] for name in present)}|smooth:exp|"
+        f"version:{sacrebleu.__version__}",
         "chrf": f"nrefs:1|case:mixed|eff:yes|nc:{CHRF_ORDER}|nw:0|space:no|version:{sacrebleu.__version__}",
         "repetition": "seq-rep-4",
         "decoding": decoding,
-        "interval": f"paired percentile bootstrap|level:95%|resamples:{resamples}|seed:{seed}|rows:{len(rows)}",
+        **interval,
     }
 
 
@@ -282,7 +294,8 @@ def _sums(counts: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, np.nd
 def _metrics(sums: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
     """Returns every metric that the summed fields allow, each `(B,)`, in the order of `BETTER`."""
     values = {name: sums[field] / rows for name, field in MEANS.items() if field in sums}
-    values |= {"bleu": bleu_from(sums["bleu_counts"]), "chrf": chrf_from(sums["chrf_counts"])}
+    if "bleu_counts" in sums:
+        values |= {"bleu": bleu_from(sums["bleu_counts"]), "chrf": chrf_from(sums["chrf_counts"])}
     if "nll" in sums:
         loss = sums["nll"] / sums["target_tokens"]
         values |= {"loss": loss, "perplexity": np.exp(loss)}

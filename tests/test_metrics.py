@@ -13,7 +13,17 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
 from sft.errors import UserError
-from sft.metrics import BETTER, compare, describe, evaluate_generations, language_of, normalise, score_row, split_words
+from sft.metrics import (
+    BETTER,
+    compare,
+    describe,
+    evaluate_generations,
+    evaluate_losses,
+    language_of,
+    normalise,
+    score_row,
+    split_words,
+)
 
 ENGLISH = [
     ("HCCL carries the gradients between the cards.", "HCCL is the library that carries gradients between NPUs."),
@@ -302,3 +312,11 @@ def test_chinese_scores_print_nothing_and_do_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_losses_alone_can_be_scored_and_compared():
+    base, base_rows = evaluate_losses([4.0, 6.0], [2, 2])
+    adapter, adapter_rows = evaluate_losses([2.0, 3.0], [2, 2])
+    assert (base["loss"], adapter["loss"], list(base)) == (2.5, 1.25, ["loss", "perplexity"])
+    assert compare(base_rows, adapter_rows)["loss"] == {"mean": -1.25, "ci95": [-1.5, -1.0]}
+    assert list(describe(base_rows, "auto", "none")) == ["loss", "interval"]

@@ -130,7 +130,9 @@ def read_json(path: str | Path) -> Any:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); it was not written by this project or is damaged") from None
+        raise UserError(
+            f"{path} is not valid JSON ({error}); it was not written by this project or is damaged"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -174,9 +176,13 @@ def read_manifest(dataset_dir: str | Path) -> dict:
     """The manifest of a data set made by data_prep.py. Raises: UserError when the directory holds none."""
     path = Path(dataset_dir) / "manifest.json"
     if not Path(dataset_dir).is_dir():
-        raise UserError(f"dataset_dir {dataset_dir} does not exist; make it with data_prep.py --output_dir {dataset_dir}")
+        raise UserError(
+            f"dataset_dir {dataset_dir} does not exist; make it with data_prep.py --output_dir {dataset_dir}"
+        )
     if not path.is_file():
-        raise UserError(f"{dataset_dir} holds no manifest.json: it is not a data set made by data_prep.py, or not whole")
+        raise UserError(
+            f"{dataset_dir} holds no manifest.json: it is not a data set made by data_prep.py, or not whole"
+        )
     return read_json(path)
 
 

@@ -90,7 +90,9 @@ class TrainConfig:
         trackers = ("tensorboard", "wandb", "swanlab", "trackio", "none")
         for tracker in self.report_to:
             if tracker not in trackers:
-                raise UserError(f"report_to: {tracker!r} is not one of {', '.join(trackers)}{_nearest(tracker, trackers)}")
+                raise UserError(
+                    f"report_to: {tracker!r} is not one of {', '.join(trackers)}{_nearest(tracker, trackers)}"
+                )
 
 
 def _require(config: Any, name: str, holds, expected: str) -> None:
@@ -147,7 +149,7 @@ def _type_name(hint: Any) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(f"{message}; --help lists the flags")
+        raise UserError(f"{message} (--help lists all flags)")
 
 
 def _parser(config_type: type, description: str) -> argparse.ArgumentParser:
@@ -209,7 +211,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None, description:
     unknown = [word for word in unknown if word.startswith("--")] or unknown
     if unknown:
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        raise UserError(f"unknown argument {unknown[0]}{_nearest(name, fields)} --help lists the flags")
+        raise UserError(f"unknown argument {unknown[0]}{_nearest(name, fields)} (--help lists all flags)")
     given = vars(arguments)
     path = given.pop("config", None)
     values = {}
@@ -229,5 +231,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None, description:
         and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]  # fmt: skip
     if missing:
-        raise UserError(f"missing: {', '.join('--' + name for name in missing)}; give flags, or keys of a --config file")
+        raise UserError(
+            f"missing: {', '.join('--' + name for name in missing)}; give flags, or keys of a --config file"
+        )
     return config_type(**values)

@@ -1,0 +1,162 @@
+"""Which rows make up optimizer step k, and how they are laid over ranks and micro-batches.
+
+The first is a pure function of (seed, epoch, number of rows, global batch size); only the second knows how many cards
+there are. So every card count sees the same steps, and a run can go on with another one.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sft.errors import UserError
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """A permutation of range(rows), (rows,) int64. Raw PCG64 words are sorted: their stream is fixed by NumPy's
+    compatibility policy (NEP 19), which `Generator.permutation` is not."""
+    return np.argsort(np.random.PCG64([seed, epoch]).random_raw(rows), kind="stable")
+
+
+def deal_by_tokens(rows: Sequence[int], lengths: np.ndarray, bins: int, capacity: int) -> list[list[int]]:
+    """Rows dealt into `bins` lists of at most `capacity` rows with token sums as even as greedy dealing gets them.
+
+    Longest first, each to the emptiest bin that has room (LPT rule, Graham 1969). Ties go to the first, so the result
+    depends on nothing but the arguments. Bins may stay empty.
+    """
+    dealt: list[list[int]] = [[] for _ in range(bins)]
+    tokens = [0] * bins
+    for row in sorted(rows, key=lambda r: (-int(lengths[r]), r)):
+        place = min((b for b in range(bins) if len(dealt[b]) < capacity), key=lambda b: (tokens[b], b))
+        dealt[place].append(row)
+        tokens[place] += int(lengths[row])
+    return dealt
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The rows of each optimizer step (counted from 0) and their layout over ranks.
+
+    lengths, target_tokens: (rows,) tokens per row of the training split.
+    """
+
+    lengths: np.ndarray
+    target_tokens: np.ndarray
+    seed: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self.lengths) / self.global_batch_size)
+
+    def rows(self, step: int) -> list[int]:
+        """The rows of one step; fewer than the global batch in an epoch's last step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = epoch_order(self.seed, epoch, len(self.lengths))
+        return order[position * self.global_batch_size : (position + 1) * self.global_batch_size].tolist()
+
+    def layout(self, step: int) -> list[list[list[int]]]:
+        """[micro-batch][rank] → rows. Ranks get even token sums, then each rank's micro-batches do; some may be empty."""
+        size, count = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        by_rank = deal_by_tokens(self.rows(step), self.lengths, self.world_size, size * count)
+        by_micro_batch = [deal_by_tokens(rows, self.lengths, count, size) for rows in by_rank]
+        return [[by_micro_batch[rank][m] for rank in range(self.world_size)] for m in range(count)]
+
+    def target_count(self, step: int) -> int:
+        """Target tokens of a step over all ranks: the denominator of its loss, known without asking the other ranks."""
+        return int(self.target_tokens[self.rows(step)].sum())
+
+    def rank_tokens(self, step: int) -> list[int]:
+        """Tokens per rank in a step, to see how even the work is."""
+        layout = self.layout(step)
+        return [sum(int(self.lengths[m[rank]].sum()) for m in layout) for rank in range(self.world_size)]
+
+
+def resolve_batch_size(
+    per_device: int, accumulation: int | None, global_batch_size: int | None, world_size: int
+) -> tuple[int, int]:
+    """(accumulation, global batch size) such that global = per-device batch × accumulation × world size.
+
+    Raises: UserError with the nearest valid values when the global batch does not divide, or when all three are given
+    and disagree.
+    """
+    rows_at_once = per_device * world_size
+    if global_batch_size is None:
+        return accumulation or 1, rows_at_once * (accumulation or 1)
+    if global_batch_size % rows_at_once:
+        below, above = (
+            global_batch_size // rows_at_once * rows_at_once,
+            -(-global_batch_size // rows_at_once) * rows_at_once,
+        )
+        nearest = " or ".join(str(value) for value in (below, above) if value)
+        raise UserError(
+            f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size {per_device} × "
+            f"world size {world_size} = {rows_at_once}; the nearest that are: {nearest}"
+        )
+    if accumulation is not None and accumulation * rows_at_once != global_batch_size:
+        raise UserError(
+            f"global_batch_size {global_batch_size} ≠ per_device_train_batch_size {per_device} × "
+            f"gradient_accumulation_steps {accumulation} × world size {world_size} = {accumulation * rows_at_once}; "
+            "leave gradient_accumulation_steps out to have it derived"
+        )
+    return global_batch_size // rows_at_once, global_batch_size
+
+
+@dataclass(frozen=True)
+class StepSampler:
+    """Yields the micro-batches of steps [first, last) in the order step → micro-batch → rank.
+
+    As a `batch_sampler` that Accelerate shards it hands each rank its own: batch i goes to rank i modulo world size.
+    One sampler covers all epochs, so nothing has to be skipped or re-seeded when a run goes on from its middle.
+    """
+
+    plan: BatchPlan
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return (self.last - self.first) * self.plan.gradient_accumulation_steps * self.plan.world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.first, self.last):
+            for micro_batch in self.plan.layout(step):
+                yield from micro_batch
+
+
+def collate(rows: list[dict], pad_to_multiple_of: int = 1) -> dict:
+    """Packs rows ({"input_ids", "labels"}, 1-D each) into the arguments of `TargetLoss.forward`.
+
+    Rows stand one after another without padding. A label counts at the position before it (labels are not shifted in
+    the data set). No rows, or a length to round up to a multiple, give a last segment of zeros without targets.
+    """
+    lengths = [len(row["input_ids"]) for row in rows]
+    total = sum(lengths)
+    rounded = max(-(-total // pad_to_multiple_of) * pad_to_multiple_of, 1)
+    if rounded > total:
+        lengths.append(rounded - total)
+    input_ids = np.zeros(rounded, dtype=np.int64)
+    labels = np.full(rounded + 1, -100, dtype=np.int64)
+    starts = np.cumsum([0, *lengths])
+    for start, row in zip(starts, rows):
+        input_ids[start : start + len(row["input_ids"])] = row["input_ids"]
+        labels[start : start + len(row["labels"])] = row["labels"]
+        labels[start] = -100  # nothing predicts a row's first token
+    targets = np.flatnonzero(labels != -100)
+    return {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "position_ids": torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]))[None],
+        "target_positions": torch.from_numpy(targets - 1),
+        "target_ids": torch.from_numpy(labels[targets]),
+        "segment_lengths": tuple(lengths),
+        "cu_seq_lens": torch.from_numpy(starts.astype(np.int32)),
+    }

@@ -1,0 +1,163 @@
+"""Checkpoints: adapter, optimizer and progress, each file with its checksum. Never the frozen base.
+
+A checkpoint is a directory checkpoint-<step> that appears complete, by rename, or not at all.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from sft.artifacts import new_directory, read_json, sha256_file, write_json
+from sft.errors import UserError
+from sft.modeling import adapter_tensors, full_tensor, read_adapter, trainable_parameters, write_adapter
+
+CHECKSUMS = "checksums.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk; `progress` is the JSON that the run put into it."""
+
+    path: Path
+    step: int
+    progress: dict
+
+
+def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's state by parameter name, whole tensors on CPU ({} before the first step). Call it on every rank."""
+    tensors = {}
+    for name, parameter in trainable_parameters(model).items():
+        state = optimizer.state.get(parameter)
+        if state:
+            for moment in MOMENTS:
+                tensors[f"{name}.{moment}"] = full_tensor(state[moment]).contiguous()
+    return tensors
+
+
+def restore_optimizer(checkpoint: "Checkpoint", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives every rank the optimizer state that `save` wrote, cut to its shard where parameters are sharded.
+
+    The main process reads the file, which may lie on a disk of the first server, and broadcasts it: call it on every rank.
+    """
+    tensors = {}
+    if PartialState().is_main_process:
+        tensors = load_file(str(checkpoint.path / "optimizer.safetensors"))
+    for name, parameter in trainable_parameters(model).items():
+        state = optimizer.state[parameter]
+        state["step"] = torch.tensor(float(checkpoint.step))
+        for moment in MOMENTS:
+            whole = tensors.get(f"{name}.{moment}", torch.empty(parameter.shape, dtype=parameter.dtype))
+            state[moment] = shard_like(broadcast(whole.to(parameter.device)), parameter)
+
+
+def restore_adapter(checkpoint: "Checkpoint", peft_model: PeftModel) -> None:
+    """Loads a checkpoint's adapter on the main process and broadcasts it, before the model is wrapped for the ranks."""
+    if PartialState().is_main_process:
+        read_adapter(checkpoint.path / "adapter_model.safetensors", peft_model)
+    for parameter in trainable_parameters(peft_model).values():
+        parameter.data.copy_(broadcast(parameter.data.to(PartialState().device)))
+
+
+def shard_like(whole: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """`whole`, or this rank's shard of it when the parameter is a DTensor."""
+    if not hasattr(parameter, "placements"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    progress: dict,
+    model: torch.nn.Module,
+    peft_model: PeftModel,
+    optimizer: torch.optim.Optimizer,
+    is_main_process: bool,
+) -> None:
+    """Writes checkpoint-<step>. Every rank calls it (sharded tensors are gathered); only the main process writes."""
+    adapter = adapter_tensors(model, peft_model)
+    moments = optimizer_tensors(model, optimizer)
+    if not is_main_process:
+        return
+    with new_directory(run_dir / f"checkpoint-{step}", replace=True) as directory:
+        write_adapter(directory, adapter, peft_model)
+        save_file(moments, str(directory / "optimizer.safetensors"))
+        write_json(directory / "progress.json", {"step": step, **progress})
+        names = sorted(p.name for p in directory.iterdir())
+        write_json(directory / CHECKSUMS, {name: sha256_file(directory / name) for name in names})
+
+
+def problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory, in words; None when every file has its checksum."""
+    if not (path / CHECKSUMS).is_file():
+        return f"{path} has no {CHECKSUMS}"
+    try:
+        checksums = read_json(path / CHECKSUMS)
+    except UserError as error:
+        return str(error)
+    if not isinstance(checksums, dict) or not {"progress.json", "adapter_model.safetensors"} <= set(checksums):
+        return f"{path / CHECKSUMS} does not list the files of a checkpoint"
+    for name, expected in checksums.items():
+        if Path(name).name != name:
+            return f"{path / CHECKSUMS} names a file outside the checkpoint: {name}"
+        if not (path / name).is_file():
+            return f"{path / name} is missing"
+        if sha256_file(path / name) != expected:
+            return f"{path / name} does not have its checksum: it is damaged"
+    return None
+
+
+def directories(run_dir: Path) -> list[Path]:
+    """Checkpoint directories of a run, by rising step, complete or not."""
+    found = [
+        (int(match[1]), p) for p in run_dir.glob("checkpoint-*") if (match := re.fullmatch(r"checkpoint-(\d+)", p.name))
+    ]
+    return [p for _, p in sorted(found)]
+
+
+def load(path: Path) -> Checkpoint:
+    """Reads and verifies one checkpoint. Raises: UserError saying what is missing or damaged."""
+    if not path.is_dir():
+        raise UserError(f"resume_from_checkpoint {path} is not a directory; give a checkpoint-<step> directory or auto")
+    if wrong := problem(path):
+        raise UserError(f"cannot resume: {wrong}; choose an earlier checkpoint, or auto for the newest complete one")
+    progress = read_json(path / "progress.json")
+    return Checkpoint(path, int(progress["step"]), progress)
+
+
+def newest(run_dir: Path, warn=print) -> Checkpoint | None:
+    """The newest complete checkpoint of a run; damaged ones are named through `warn` and passed over."""
+    for path in reversed(directories(run_dir)):
+        if wrong := problem(path):
+            warn(f"skipping a damaged checkpoint: {wrong}")
+        else:
+            return load(path)
+    return None
+
+
+def remove_old(run_dir: Path, keep: int, best_step: int | None) -> None:
+    """Deletes the oldest checkpoints beyond `keep`, sparing the best one. Call it after the new one is complete."""
+    for path in directories(run_dir)[:-keep]:
+        if path.name != f"checkpoint-{best_step}":
+            shutil.rmtree(path)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Deletes the temporary directories and files that a killed run left in its run directory."""
+    for path in run_dir.glob(".*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in run_dir.glob(".*.old-*"):
+        for inside in path.iterdir():  # killed between the two renames of a replacement: put the old one back
+            if not (run_dir / inside.name).exists():
+                inside.rename(run_dir / inside.name)
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,292 @@
+"""Which card this process computes on, and what differs between vendors. Nothing else in the package names one."""
+
+import os
+import platform
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from sft.artifacts import library_versions
+from sft.errors import UserError
+
+Result = TypeVar("Result")
+
+# Read by torch_npu when it is loaded (torch_npu docs, "Environment variables"; HCCL docs for the last one):
+# growing segments instead of fragments, operator launch on two queues, worker threads kept near their card, and ten
+# minutes instead of two for the slowest server to join. A value that the user has set stays.
+NPU_ENVIRONMENT = {
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    "TASK_QUEUE_ENABLE": "2",
+    "CPU_AFFINITY_CONF": "1",
+    "HCCL_CONNECT_TIMEOUT": "600",
+}
+HCCL_EXEC_TIMEOUT_DEFAULT_S = 1836  # HCCL docs: how long a started collective waits for its peers
+
+
+def set_environment_defaults() -> None:
+    """Sets what has to be in the environment before torch is imported; call it first thing in a script."""
+    for name, value in NPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the launch configuration said would run: `kind` is "npu", "cpu" or "accelerator" (any card)."""
+
+    source: str
+    kind: str
+    num_processes: int | None
+
+
+def launch_promise() -> Promise | None:
+    """What `accelerate launch` was asked for, read from the command line of the launching process.
+
+    The launcher does not hand the kind of device on to its children: with an NPU configuration and no usable NPU it
+    starts CPU processes that know nothing of each other (accelerate 1.15, utils/launch.py). None when this process
+    was started in another way (plain python, torchrun, a notebook).
+    """
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    for parent in psutil.Process().parents():
+        try:
+            words = parent.cmdline()
+            folder = parent.cwd()
+        except psutil.Error:
+            continue
+        launch = [
+            i for i, word in enumerate(words[:6]) if word == "launch" or word.endswith(("accelerate-launch", ".launch"))
+        ]
+        if not launch or "accelerate" not in " ".join(words[: launch[0] + 1]):
+            continue
+        arguments, _ = launch_command_parser().parse_known_args(words[launch[0] + 1 :])
+        path = os.path.join(folder, arguments.config_file) if arguments.config_file else default_config_file
+        settings = load_config_from_file(path) if os.path.isfile(path) and not arguments.cpu else None
+        kind = "accelerator"
+        if arguments.cpu or (settings and (settings.use_cpu or settings.distributed_type == "MULTI_CPU")):
+            kind = "cpu"
+        elif settings and settings.distributed_type == "MULTI_NPU" and not arguments.multi_gpu:
+            kind = "npu"
+        processes = arguments.num_processes or (settings.num_processes if settings else None)
+        source = arguments.config_file or (default_config_file if settings else "accelerate launch")
+        return Promise(source, kind, processes)
+    return None
+
+
+def _why_no_card() -> str:
+    from accelerate.utils import is_npu_available
+
+    if "torch_npu" not in library_versions():
+        return "torch_npu is not installed in this environment (pip install -r requirements-npu.txt)"
+    if os.environ.get("ASCEND_RT_VISIBLE_DEVICES") == "":
+        return "ASCEND_RT_VISIBLE_DEVICES is set to nothing, which hides every card"
+    if not os.environ.get("ASCEND_HOME_PATH"):
+        return "CANN's set_env.sh was not sourced (ASCEND_HOME_PATH is not set)"
+    if not is_npu_available():
+        return "torch_npu is installed but finds no card"
+    return "the cards are there"
+
+
+def check_launch(promise: Promise | None, device_type: str, num_processes: int) -> None:
+    """Refuses a start in which ranks would not know of each other, or on another kind of device than was promised.
+
+    Raises: UserError naming what was expected, what was found, the likely reason and the remedy.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != num_processes:
+        raise UserError(
+            f"the launcher started {started} processes but this one joined a group of {num_processes}: each would "
+            f"train alone and overwrite the other; no usable accelerator was found ({_why_no_card()}); "
+            "for a CPU run use accelerate_configs/cpu_2.yaml"
+        )
+    if promise is None:
+        return
+    if promise.kind == "npu" and device_type != "npu":
+        raise UserError(
+            f"{promise.source} promises Ascend NPUs but the device found is {device_type}: {_why_no_card()}; "
+            "`python doctor.py` tests the installation; to train on CPU use accelerate_configs/cpu_1.yaml or cpu_2.yaml"
+        )
+    if promise.kind == "accelerator" and device_type == "cpu":
+        raise UserError(
+            f"{promise.source} does not ask for the CPU (use_cpu: true) but no accelerator was found "
+            f"({_why_no_card()}); `python doctor.py` tests the installation; to train on CPU use "
+            "accelerate_configs/cpu_1.yaml or cpu_2.yaml"
+        )
+    if promise.num_processes and promise.num_processes != num_processes:
+        raise UserError(
+            f"{promise.source} promises {promise.num_processes} processes but {num_processes} started: with "
+            "distributed_type MULTI_CPU Accelerate starts one process and leaves the others to mpirun; use "
+            "accelerate_configs/cpu_2.yaml, or distributed_type MULTI_GPU with use_cpu: true"
+        )
+
+
+def start(
+    ddp_timeout: int = HCCL_EXEC_TIMEOUT_DEFAULT_S + 24, trackers: tuple[str, ...] = (), project_dir: str | None = None
+):
+    """The `Accelerator` of this process, on the device and in the group that the launch configuration promised.
+
+    ddp_timeout: seconds after which a collective that does not complete is an error.
+    Raises: UserError when the group or the device is not the promised one (`check_launch`), or when the time-out does
+    not exceed HCCL's own, which would make torch_npu replace it.
+    """
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
+
+    promise = launch_promise()
+    use_cpu = promise.kind == "cpu" if promise else not any_card()
+    if not use_cpu and promise and not any_card():
+        check_launch(promise, "cpu", int(os.environ.get("WORLD_SIZE", "1")))
+    state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=ddp_timeout))
+    check_launch(promise, state.device.type, state.num_processes)
+    if state.device.type == "npu":
+        _prepare_npu(ddp_timeout)
+    project = ProjectConfiguration(project_dir=project_dir, logging_dir=project_dir) if project_dir else None
+    return Accelerator(
+        cpu=use_cpu,
+        log_with=[name for name in trackers if name != "none"] or None,
+        project_config=project,
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
+        kwargs_handlers=[
+            # Every trainable weight gets a gradient, buffers never change: no search, no broadcast per forward.
+            DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+        ],
+    )  # fmt: skip
+
+
+def any_card() -> bool:
+    """Whether an NPU or a CUDA card can be used by this process."""
+    import torch
+    from accelerate.utils import is_npu_available
+
+    return is_npu_available() or torch.cuda.is_available()
+
+
+def _prepare_npu(ddp_timeout: int) -> None:
+    import torch
+
+    # Kernels come from the shipped library instead of being compiled per shape (torch_npu docs, set_compile_mode).
+    torch.npu.set_compile_mode(jit_compile=False)
+    exec_timeout = int(os.environ.get("HCCL_EXEC_TIMEOUT", HCCL_EXEC_TIMEOUT_DEFAULT_S))
+    if ddp_timeout <= exec_timeout:
+        raise UserError(
+            f"ddp_timeout is {ddp_timeout} s but HCCL_EXEC_TIMEOUT is {exec_timeout} s; torch_npu wants the first above "
+            f"the second: set ddp_timeout to at least {exec_timeout + 24}, or export a smaller HCCL_EXEC_TIMEOUT"
+        )
+
+
+def base_dtype(requested: str, device):
+    """The torch dtype of the frozen base weights. "auto": bfloat16 where the card computes it, float32 elsewhere.
+
+    On CPUs without bf16 units a bf16 matrix product is a hundred times slower than an fp32 one, so "auto" never picks
+    it there. Raises: UserError when bfloat16 is asked of a card that lacks it (Ascend910A, CUDA before Ampere).
+    """
+    import torch
+
+    supported = device.type != "cpu" and getattr(torch, device.type).is_bf16_supported()
+    if requested == "auto":
+        return torch.bfloat16 if supported else torch.float32
+    if requested == "bfloat16" and not supported and device.type != "cpu":
+        raise UserError(f"dtype is bfloat16 but {device_name(device)} has no bf16 units; use dtype: float32")
+    return getattr(torch, requested)
+
+
+def device_name(device) -> str:
+    """The card's model name, for people."""
+    import torch
+
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    return getattr(torch, device.type).get_device_name(device)
+
+
+def synchronize(device) -> None:
+    """Waits until the card has done all that it was given."""
+    import torch
+
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def peak_memory_bytes(device) -> int:
+    """Most memory in use at once so far: allocated on the card, or on CPU the resident set of the process."""
+    import torch
+
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return getattr(torch, device.type).max_memory_allocated(device)
+
+
+def is_simulated() -> bool:
+    """Whether CANN here is the test suite's simulation, which marks its home directory. Never a run on hardware."""
+    home = os.environ.get("ASCEND_HOME_PATH")
+    return bool(home) and (Path(home) / "SIMULATED").exists()
+
+
+def describe(accelerator) -> dict:
+    """What the run is made on, for environment.json."""
+    import torch
+
+    return {
+        "device": str(accelerator.device),
+        "device_name": device_name(accelerator.device),
+        "backend": backend(),
+        "distributed_type": str(accelerator.distributed_type.value),
+        "world_size": accelerator.num_processes,
+        "simulated": accelerator.device.type == "npu" and is_simulated(),
+        "mixed_precision": accelerator.mixed_precision,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "variables": {
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith(("HCCL_", "NCCL_", "PYTORCH_", "ASCEND_RT_", "CUDA_VISIBLE", "OMP_NUM", "ACCELERATE_"))
+            or name in NPU_ENVIRONMENT
+        },
+        "versions": library_versions(),
+    }
+
+
+def backend() -> str | None:
+    """The communication backend of the process group; None for one process alone."""
+    import torch.distributed
+
+    return torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+
+
+def run_on_main(accelerator, function: Callable[[], Result]) -> Result:
+    """What `function` returned on the main process, on every rank; its UserError is raised on every rank as well.
+
+    One object collective. The only place where ranks learn what the main process alone can see: the run directory may
+    lie on a disk of the first server.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    outcome = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1] = str(error)
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome, from_process=0)
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    return outcome[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the card's memory, or the host's on CPU, is used up."""
+    return (
+        type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, (RuntimeError, MemoryError)) and "out of memory" in str(error).lower())
+        or "can't allocate memory" in str(error)
+    )

@@ -1,0 +1,286 @@
+"""The model: tokenizer, frozen base, LoRA adapter, attention over packed rows, and its loss as one module."""
+
+import contextlib
+import copy
+import json
+import os
+from pathlib import Path
+
+import torch
+import transformers
+from packaging.version import Version
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sft.errors import UserError
+from sft.loss import chunked_token_nll, token_nll
+
+# Models whose logits are exactly `lm_head(last hidden state)`, so that they may be computed in chunks. Others scale or
+# cap them (Gemma, Cohere, Granite …) and go through their own forward.
+PLAIN_HEAD = {"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "smollm3", "olmo2", "internlm2"}
+DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+
+
+def load_tokenizer(name_or_path: str, trust_remote_code: bool = False):
+    """The model's tokenizer. Raises: UserError when it cannot be found."""
+    with _explained_loading("model_name_or_path", name_or_path):
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def _explained_loading(what: str, name_or_path: str):
+    looks_local = os.path.isabs(name_or_path) or name_or_path.startswith(".") or name_or_path.count("/") != 1
+    if looks_local and not Path(name_or_path).is_dir():
+        raise UserError(
+            f"{what} {name_or_path} is not a directory; give a local model directory or a hub name (owner/name)"
+        )
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{what} {name_or_path} could not be loaded: {first_line} — check the name; without a network give a local "
+            "directory (HF_ENDPOINT selects a mirror, HF_HUB_OFFLINE=1 uses the local cache only)"
+        ) from error
+
+
+def load_base(
+    name_or_path: str,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    attn_implementation: str = "packed_sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The base model with every weight frozen, its shards read straight to `device` in `dtype`.
+
+    Raises: UserError when it cannot be found, or when its attention has features that the implementation would ignore.
+    """
+    register_packed_sdpa()
+    with _explained_loading("model_name_or_path", name_or_path):
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        check_attention(config, attn_implementation)
+        placement = {"device_map": {"": device}} if device is not None and device.type != "cpu" else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_path, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
+            use_safetensors=True, **{DTYPE_ARGUMENT: dtype}, **placement,
+        )  # fmt: skip
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    return model
+
+
+def check_attention(config, attn_implementation: str) -> None:
+    """Refuses attention features that would be ignored silently: scores with a soft cap, attention sinks, and with
+    flash attention on NPU a sliding window (transformers integrations/npu_flash_attention.py drops it).
+
+    Raises: UserError naming the feature.
+    """
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UserError(
+            f"{config.model_type} caps its attention scores (attn_logit_softcapping), which packed training would ignore"
+        )
+    if config.model_type == "gpt_oss":
+        raise UserError("gpt_oss has attention sinks, which packed training would ignore; choose another base model")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if attn_implementation == "flash_attention_2" and window and hasattr(torch, "npu"):
+        raise UserError(
+            f"{config.model_type} uses a sliding window of {window} tokens, which flash_attention_2 on NPU ignores; "
+            "use attn_implementation: packed_sdpa"
+        )
+
+
+def packed_sdpa(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Causal attention inside each row of a packed micro-batch: (1, heads, T, d) each, output (1, T, heads, d).
+
+    `segment_lengths` (from the batch, through the model's keyword arguments) cuts T into rows. One call of
+    scaled_dot_product_attention per row never builds the (T, T) mask, and its work grows with Σ length² instead of
+    (Σ length)². A sliding window shorter than a row gets that row's band mask.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    lengths = list(kwargs.get("segment_lengths") or (query.shape[2],))
+    window = kwargs.get("sliding_window")
+    outputs = []
+    for q, k, v in zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)):
+        mask = None
+        if window and q.shape[2] > window:
+            position = torch.arange(q.shape[2], device=q.device)
+            distance = position[:, None] - position[None, :]
+            mask = (distance >= 0) & (distance < window)
+        outputs.append(
+            functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def register_packed_sdpa() -> None:
+    """Makes attn_implementation="packed_sdpa" known to transformers; its mask is None, as rows are cut by length."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register("packed_sdpa", packed_sdpa)
+    AttentionMaskInterface.register("packed_sdpa", lambda *args, **kwargs: None)
+
+
+def generation_attention() -> str:
+    """The attention for generation over left-padded rows; transformers wants torch 2.1.1 for its sdpa."""
+    return "sdpa" if Version(torch.__version__).release >= (2, 1, 1) else "eager"
+
+
+def add_lora(
+    base: PreTrainedModel, r: int, alpha: int, dropout: float, target_modules: list[str], seed: int
+) -> PeftModel:
+    """`base` with a new LoRA adapter (Hu et al. 2021): A drawn from `seed` on the CPU, B zero, both fp32.
+
+    Raises: UserError when no layer has one of the names in target_modules.
+    """
+    torch.manual_seed(seed)
+    names = {name.rsplit(".", 1)[-1] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    missing = [name for name in target_modules if name.rsplit(".", 1)[-1] not in names]
+    if missing:
+        raise UserError(
+            f"target_modules: {', '.join(missing)} not in this model; its linear layers are {', '.join(sorted(names))}"
+        )
+    config = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules), task_type="CAUSAL_LM", bias="none"
+    )  # fmt: skip
+    return get_peft_model(base, config)
+
+
+def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = False) -> PeftModel:
+    """`base` with the adapter of a directory or hub name; safetensors only, nothing is unpickled.
+
+    Raises: UserError when it is missing, when it was pickled, or when its tensors do not fit this base.
+    """
+    with _explained_loading("adapter", name_or_path):
+        config = PeftConfig.from_pretrained(name_or_path)
+    if Path(name_or_path).is_dir() and not (Path(name_or_path) / "adapter_model.safetensors").is_file():
+        raise UserError(
+            f"adapter {name_or_path} has no adapter_model.safetensors; pickled adapters (.bin) are not loaded, as "
+            "unpickling runs code: convert it with PEFT's save_pretrained on a machine you trust"
+        )
+    with _explained_loading("adapter", name_or_path):
+        try:
+            return PeftModel.from_pretrained(
+                base, name_or_path, is_trainable=trainable, config=config, use_safetensors=True
+            )
+        except RuntimeError as error:  # size mismatch, from load_state_dict
+            raise UserError(
+                f"adapter {name_or_path} does not fit the base model: {str(error).splitlines()[-1].strip()}"
+            ) from error
+
+
+class TargetLoss(torch.nn.Module):
+    """A causal language model and its loss as one module, so that DDP and FSDP see one forward that returns the loss.
+
+    forward: the tensors of `batching.collate` → nats per target token, (n,) float32.
+    """
+
+    def __init__(self, model: torch.nn.Module, chunk_tokens: int = 1024):
+        super().__init__()
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (1, T) int64: rows one after another, no padding between them
+        position_ids: Tensor,  # (1, T) int64: from 0 in each row
+        target_positions: Tensor,  # (n,) int64: where in T a target token is predicted
+        target_ids: Tensor,  # (n,) int64: the tokens that follow there
+        segment_lengths: tuple[int, ...],  # tokens per row, sum T
+        cu_seq_lens: Tensor,  # (rows + 1,) int32: running sum of segment_lengths, for varlen kernels
+    ) -> Tensor:
+        longest = max(segment_lengths)
+        causal = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        arguments = {
+            "input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "segment_lengths": segment_lengths,
+            "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens, "max_length_q": longest, "max_length_k": longest,
+        }  # fmt: skip
+        if causal.config.model_type in PLAIN_HEAD:
+            hidden = causal.base_model(**arguments).last_hidden_state[0, target_positions]
+            return chunked_token_nll(hidden, causal.get_output_embeddings(), target_ids, self.chunk_tokens)
+        logits = causal(**arguments, logits_to_keep=target_positions).logits[0]
+        return token_nll(logits, target_ids)
+
+
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(trainable, total) numbers of weights."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add in front (DDP, TargetLoss) or in the middle (checkpoint wrapper)."""
+    for part in ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
+        name = name.replace(part, "")
+    return name[name.index("base_model.") :] if "base_model." in name else name
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded over ranks (then a collective: call it on every rank), on the CPU."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu()
+
+
+def local_value(scalar: Tensor) -> Tensor:
+    """A scalar that every rank holds, as a plain tensor on its device (a sharded model's gradient norm is a DTensor)."""
+    return scalar.full_tensor() if hasattr(scalar, "full_tensor") else scalar
+
+
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters by plain name, in model order, which is the same on every rank."""
+    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adapter_tensors(model: torch.nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
+    """The adapter as PEFT stores it: names without the adapter's own, whole tensors on CPU. Call it on every rank."""
+    whole = {name: full_tensor(p).contiguous() for name, p in trainable_parameters(model).items()}
+    tensors = get_peft_model_state_dict(peft_model, state_dict=whole)
+    if len(tensors) != len(whole):
+        raise RuntimeError(f"PEFT kept {len(tensors)} of {len(whole)} adapter tensors; a wrapper changed their names")
+    return tensors
+
+
+def write_adapter(directory: Path, tensors: dict[str, Tensor], peft_model: PeftModel) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors and reads back that every tensor is there.
+
+    Raises: RuntimeError when the file lacks one (PEFT has been seen to write an adapter of zero tensors under FSDP).
+    """
+    config = copy.copy(peft_model.peft_config["default"])
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
+    path = directory / "adapter_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["target_modules"] = sorted(settings["target_modules"])  # PEFT writes a set, in no particular order
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    file = directory / "adapter_model.safetensors"
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    verify_adapter(file, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+def verify_adapter(file: Path, expected: dict[str, tuple[int, ...]]) -> None:
+    """Compares the names and shapes in a safetensors file with the expected ones. Raises: RuntimeError."""
+    with safe_open(str(file), framework="pt") as tensors:
+        found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    if not expected or found != expected:
+        wrong = sorted(set(expected) ^ set(found)) or [n for n in expected if expected[n] != found[n]]
+        raise RuntimeError(
+            f"{file} holds {len(found)} tensors, expected {len(expected)}; first difference: {wrong[:1]}"
+        )
+
+
+def read_adapter(file: Path, peft_model: PeftModel) -> None:
+    """Loads adapter tensors written by `write_adapter` into the model. Raises: RuntimeError when one is missing."""
+    tensors = load_file(str(file))
+    expected = get_peft_model_state_dict(peft_model)
+    if set(tensors) != set(expected):
+        raise RuntimeError(f"{file} holds {len(tensors)} tensors, the model's adapter has {len(expected)}")
+    set_peft_model_state_dict(peft_model, tensors)

@@ -1,0 +1,114 @@
+"""Fixtures: a tiny model, a data set of 380 rows, and the real command lines."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+os.environ.update(ENVIRONMENT)  # a forgotten download fails, in this process too
+
+
+def run_script(*argv, env=None, timeout=300, cwd=ROOT) -> subprocess.CompletedProcess:
+    """Runs `python SCRIPT …` as a user would, from the repository root."""
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def launch(config, *argv, env=None, timeout=300, flags=(), cwd=ROOT) -> subprocess.CompletedProcess:
+    """Runs `accelerate launch --config_file CONFIG SCRIPT …`; CONFIG is a path or a name in accelerate_configs/.
+
+    A free port is chosen by the launcher, so that tests may run side by side.
+    """
+    path = config if os.sep in str(config) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    return run_script(
+        "-m", "accelerate.commands.launch", "--config_file", path, "--main_process_port", "0", *flags, *argv,
+        env=env, timeout=timeout, cwd=cwd,
+    )  # fmt: skip
+
+
+def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """The result of a command that has to succeed; shows what it printed when it did not."""
+    assert result.returncode == 0, f"{result.args}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+    return result
+
+
+def make_rows(count: int, seed: int = 7) -> list[dict]:
+    """Question–answer rows of very different lengths, in English and Chinese."""
+    draw = random.Random(seed)
+    words = "rank step gradient card memory loss adapter token batch epoch 梯度 显存 通信 训练 模型".split()
+    return [
+        {
+            "question": f"Question {i}: {' '.join(draw.choices(words, k=draw.randint(1, 8)))}?",
+            "answer": " ".join(draw.choices(words, k=int(1 + draw.expovariate(0.12)))) + ".",
+        }
+        for i in range(count)
+    ]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def session_dir(tmp_path_factory, worker_id) -> Path:
+    """A directory shared by all workers of this test session, so that they make the tiny model once."""
+    base = tmp_path_factory.getbasetemp()
+    return base if worker_id == "master" else base.parent
+
+
+def once(path: Path, make) -> Path:
+    """`path`, made by `make(temporary)` in the first worker that asks; the others wait for it."""
+    from filelock import FileLock
+
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            temporary = path.with_name(path.name + ".making")
+            make(temporary)
+            temporary.rename(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(session_dir) -> Path:
+    """A tiny Qwen2 with its tokenizer and chat template, as a directory that from_pretrained reads."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        texts = [text for row in make_rows(200) for text in row.values()]
+        tiny.save_model(path, tiny.save_tokenizer(path, texts))
+
+    return once(session_dir / "tiny-model", make)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_dir(tiny_model_dir) -> Path:
+    return tiny_model_dir
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_tokenizer_dir):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(tiny_tokenizer_dir))
+
+
+@pytest.fixture(scope="session")
+def dataset_dir(session_dir, tiny_model_dir) -> Path:
+    """380 rows through data_prep.py: 361 to train on, 19 held out."""
+
+    def make(path: Path) -> None:
+        source = write_jsonl(path.with_suffix(".jsonl"), make_rows(380))
+        must(run_script("data_prep.py", "--input", source, "--model_name_or_path", tiny_model_dir, "--output_dir", path))
+
+    return once(session_dir / "dataset-380", make)

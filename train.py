@@ -1,0 +1,520 @@
+"""LoRA fine-tuning of a chat model on a data set made by data_prep.py, on any number of cards.
+
+    accelerate launch --config_file accelerate_configs/npu_2.yaml train.py --config configs/qwen2.5-7b.yaml
+
+One optimizer step trains the rows that `BatchPlan` names for it, whatever the number of cards; its loss is Σ nats /
+Σ target tokens over all of them. `main` sets the run up, `train` is the loop, `finish` leaves the results.
+"""
+
+from sft import device, errors
+
+if __name__ == "__main__":
+    device.set_environment_defaults()  # torch reads them when it is imported
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from sft import artifacts, batching, checkpoint, config, evaluation, modeling, report
+from sft.config import TrainConfig
+from sft.errors import RunFailed, UserError
+from sft.journal import Journal, check_trackers, read_metrics
+
+
+def main() -> None:
+    settings = config.parse(TrainConfig, description=__doc__)
+    manifest = artifacts.read_manifest(settings.dataset_dir)
+    check_trackers(settings.report_to)
+    run_dir = Path(settings.output_dir)
+    accelerator = device.start(settings.ddp_timeout, tuple(settings.report_to), str(run_dir / "tensorboard"))
+
+    # Which rows make up each step, and how this many cards share them.
+    train_rows = artifacts.load_split(settings.dataset_dir, "train")
+    eval_rows = artifacts.load_split(settings.dataset_dir, "eval")
+    plan = plan_batches(settings, train_rows, accelerator.num_processes)
+    total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * plan.steps_per_epoch)
+    accelerator.print(
+        f"{len(train_rows)} training rows, {len(eval_rows)} held out. Global batch {plan.global_batch_size} = "
+        f"{plan.per_device_train_batch_size} per device × {plan.gradient_accumulation_steps} accumulation × "
+        f"{plan.world_size} ranks on {accelerator.device.type}: {plan.steps_per_epoch} steps an epoch, {total_steps} in all."
+    )
+
+    # What the run is made from decides whether an earlier run in the same directory may be continued.
+    tokenizer = modeling.load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
+    dtype = device.base_dtype(settings.dtype, accelerator.device)
+    provenance = describe_origin(settings, manifest, tokenizer, plan, total_steps, dtype)
+    resumed = device.run_on_main(accelerator, lambda: find_progress(settings, run_dir, provenance, total_steps))
+    if resumed == "complete":
+        accelerator.print(
+            f"{run_dir} is complete at step {total_steps}: nothing to do (overwrite_output_dir starts anew)."
+        )
+        accelerator.end_training()
+        return
+
+    # The frozen base with its adapter. Accelerate wraps model and optimizer for the ranks and deals out the batches.
+    base = modeling.load_base(
+        settings.model_name_or_path, dtype, accelerator.device, settings.attn_implementation, settings.trust_remote_code
+    )
+    peft_model = put_adapter_on(base, settings)
+    if resumed:
+        checkpoint.restore_adapter(resumed, peft_model)
+    sizes = modeling.parameter_counts(peft_model)
+    accelerator.print(f"{sizes[0]:,} trainable of {sizes[1]:,} parameters, base weights {dtype}.")
+    optimizer = torch.optim.AdamW(
+        modeling.trainable_parameters(peft_model).values(),
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+    )
+    model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if settings.auto_micro_batch:
+        plan = fit_micro_batch(plan, model, train_rows, accelerator)
+    first_step = resumed.step if resumed else 0
+    loader = accelerator.prepare(
+        DataLoader(
+            train_rows.with_format("numpy", columns=["input_ids", "labels"]),
+            batch_sampler=batching.StepSampler(plan, first_step, total_steps),
+            collate_fn=partial(batching.collate, pad_to_multiple_of=settings.pad_to_multiple_of),
+        )
+    )
+    if resumed:
+        checkpoint.restore_optimizer(resumed, model, optimizer.optimizer)
+        accelerator.print(f"Going on from {resumed.path} after step {first_step} of {total_steps}.")
+
+    run = Run(
+        settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps, resumed
+    )
+    if train(run, loader, train_rows, first_step):
+        finish(run, sizes)
+    run.journal.close()
+
+
+def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
+    """The training loop, steps first_step … total_steps. Returns whether the last step was reached.
+
+    Raises: RunFailed on all ranks together when a loss or gradient is not finite, before the optimizer is touched.
+    """
+    settings, plan, accelerator, model, optimizer = run.settings, run.plan, run.accelerator, run.model, run.optimizer
+    if first_step == 0 and settings.eval_on_start:
+        run.evaluate(0)
+    last_step = min(run.total_steps, settings.stop_at_step or run.total_steps)
+    if first_step >= last_step:
+        return first_step == run.total_steps
+    stop = StopRequest()
+    batches = iter(loader)
+    model.train()
+    for step in range(first_step, last_step):
+        started = time.perf_counter()
+        target_count, layout = plan.target_count(step), plan.layout(step)
+        nll_sum = torch.zeros((), device=accelerator.device)
+        for index, micro_batch in enumerate(layout):
+            batch = next(batches)
+            seed_dropout(settings, step, micro_batch[accelerator.process_index])
+            no_sync = accelerator.no_sync(model) if index + 1 < len(layout) else contextlib.nullcontext()
+            with no_sync, run.explained_memory(step, micro_batch):
+                nll = model(**batch).sum()
+                # DDP averages over the ranks: × world size makes it their sum, over the whole global batch's tokens.
+                accelerator.backward(nll * (plan.world_size / target_count))
+            nll_sum += nll.detach()
+
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
+        ranks = exchange(accelerator, nll_sum, grad_norm, stop.requested)
+        if not np.isfinite(ranks).all():
+            run.fail_on_non_finite(step, ranks, layout, train_rows)
+        learning_rate = learning_rate_at(step, run.total_steps, settings)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
+
+        done = step + 1
+        run.train_time_s += time.perf_counter() - started
+        stopping = bool(ranks[:, 2].any()) or done == last_step
+        if done % settings.logging_steps == 0 or stopping:
+            run.record(
+                done, ranks[:, 0].sum() / target_count, learning_rate, ranks[0, 1], time.perf_counter() - started
+            )
+        epoch_ends = done % plan.steps_per_epoch == 0 or done == run.total_steps
+        if done % settings.eval_steps == 0 if settings.eval_steps else epoch_ends:
+            run.evaluate(done)
+        if stopping or (done % settings.save_steps == 0 if settings.save_steps else epoch_ends):
+            run.save(done)
+        if stopping and done < run.total_steps:
+            accelerator.print(
+                f"Stopped after step {done} of {run.total_steps}; everything is in {run.run_dir / f'checkpoint-{done}'}. "
+                "The same command goes on from there."
+            )
+            return False
+    return True
+
+
+class Run:
+    """What a run has at hand: settings, plan, the prepared model and optimizer, its directory and its journal."""
+
+    def __init__(
+        self, settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps, resumed
+    ):  # fmt: skip
+        self.settings, self.run_dir, self.accelerator, self.plan = settings, run_dir, accelerator, plan
+        self.provenance, self.model, self.peft_model, self.optimizer = provenance, model, peft_model, optimizer
+        self.eval_rows, self.total_steps = eval_rows, total_steps
+        progress = resumed.progress if resumed else {}
+        self.best = progress.get("best")  # {"step", "eval_loss"} of the lowest held-out loss so far
+        self.train_time_s = progress.get("train_time_s", 0.0)
+        self.journal = Journal(run_dir, accelerator, resumed.step if resumed else 0, total_steps, asdict(settings))
+
+    def record(self, step: int, loss: float, learning_rate: float, grad_norm: float, step_time_s: float) -> None:
+        """Writes the numbers of an optimizer step, counted from 1; loss in nats per target token of its global batch."""
+        rows = self.plan.rows(step - 1)
+        rank_tokens = self.plan.rank_tokens(step - 1)
+        self.journal.write(
+            {
+                "step": step,
+                "epoch": step / self.plan.steps_per_epoch,
+                "loss": float(loss),
+                "learning_rate": learning_rate,
+                "grad_norm": float(grad_norm),
+                "rows": len(rows),
+                "tokens": sum(rank_tokens),
+                "target_tokens": self.plan.target_count(step - 1),
+                "rank_tokens_min": min(rank_tokens),
+                "rank_tokens_max": max(rank_tokens),
+                "tokens_per_s": sum(rank_tokens) / step_time_s,
+                "step_time_s": step_time_s,
+                "peak_memory_bytes": device.peak_memory_bytes(self.accelerator.device),
+            }
+        )
+
+    def evaluate(self, step: int) -> None:
+        """Writes the held-out loss, Σ nats / Σ target tokens over all held-out rows, and remembers the lowest."""
+        if len(self.eval_rows) == 0:
+            return
+        tokens = self.settings.per_device_train_batch_size * max(self.eval_rows["length"])
+        nll = evaluation.row_nll(self.model, self.eval_rows, self.accelerator, tokens)
+        target_tokens = sum(self.eval_rows["target_tokens"])
+        loss = float(nll.sum() / target_tokens)
+        if step and (self.best is None or loss < self.best["eval_loss"]):
+            self.best = {"step": step, "eval_loss": loss}
+        self.journal.write({"step": step, "eval_loss": loss, "eval_target_tokens": target_tokens})
+
+    def save(self, step: int) -> None:
+        """Writes checkpoint-<step>, then removes what is no longer kept. Every rank waits until it is complete."""
+        progress = {"best": self.best, "train_time_s": self.train_time_s, "provenance": self.provenance}
+        self.accelerator.wait_for_everyone()
+        is_main = self.accelerator.is_main_process
+        checkpoint.save(self.run_dir, step, progress, self.model, self.peft_model, self.optimizer.optimizer, is_main)
+        if is_main:
+            best_step = self.best["step"] if self.best else None
+            checkpoint.remove_old(self.run_dir, self.settings.save_total_limit, best_step)
+        self.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def explained_memory(self, step: int, micro_batch: list[list[int]]):
+        """Turns running out of memory into a sentence with rank, step and rows. Raises: RunFailed."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not device.is_out_of_memory(error):
+                raise
+            rows = micro_batch[self.accelerator.process_index]
+            raise RunFailed(
+                f"out of memory on rank {self.accelerator.process_index} ({self.accelerator.device}) in step {step + 1}, rows "
+                f"{rows} of {[int(self.plan.lengths[row]) for row in rows]} tokens; set gradient_checkpointing: true, or a "
+                f"smaller per_device_train_batch_size with global_batch_size: {self.plan.global_batch_size} (same result), or "
+                f"auto_micro_batch: true. {last_checkpoint(self.run_dir)}. The allocator said: {str(error).splitlines()[0]}"
+            ) from error
+
+    def fail_on_non_finite(self, step: int, ranks: np.ndarray, layout: list[list[list[int]]], train_rows) -> None:
+        """Ends the run on every rank; the main process first writes the rows concerned to a file. Raises: RunFailed."""
+        bad = [rank for rank in range(len(ranks)) if not np.isfinite(ranks[rank, 0])] or list(range(len(ranks)))
+        rows = [row for micro_batch in layout for rank in bad for row in micro_batch[rank]]
+        path = self.run_dir / f"non_finite_step-{step + 1}.jsonl"
+        if self.accelerator.is_main_process:
+            lines = [json.dumps({"row": row, **train_rows[row]}, ensure_ascii=False) for row in rows]
+            artifacts.write_text(path, "\n".join(lines) + "\n")
+        raise RunFailed(
+            f"step {step + 1}: Σ loss per rank is {ranks[:, 0].tolist()}, gradient norm {ranks[0, 1]}; not finite on rank "
+            f"{', '.join(map(str, bad))}. The optimizer was not touched. Rows {rows} (ids "
+            f"{', '.join(train_rows[row]['id'] for row in rows)}) of {[int(self.plan.lengths[row]) for row in rows]} tokens are "
+            f"in {path}. {last_checkpoint(self.run_dir)}. Look at the rows; lower learning_rate or use dtype: float32"
+        )
+
+
+def plan_batches(settings: TrainConfig, train_rows, world_size: int) -> batching.BatchPlan:
+    """The batch plan of these settings on this many ranks. Raises: UserError when it cannot be made."""
+    accumulation, _ = batching.resolve_batch_size(
+        settings.per_device_train_batch_size,
+        settings.gradient_accumulation_steps,
+        settings.global_batch_size,
+        world_size,
+    )
+    target_tokens = np.asarray(train_rows["target_tokens"], dtype=np.int64)
+    if len(target_tokens) == 0 or target_tokens.min() < 1:
+        raise UserError(
+            f"{settings.dataset_dir}: {len(target_tokens)} training rows, some without target tokens; make the data set "
+            "with data_prep.py, which leaves out rows that have nothing to learn"
+        )
+    return batching.BatchPlan(
+        lengths=np.asarray(train_rows["length"], dtype=np.int64),
+        target_tokens=target_tokens,
+        seed=settings.seed,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        gradient_accumulation_steps=accumulation,
+        world_size=world_size,
+    )
+
+
+def describe_origin(settings, manifest, tokenizer, plan, total_steps: int, dtype: torch.dtype) -> dict:
+    """All that decides the numbers of a run, for provenance.json and for refusing to continue a different one.
+
+    Raises: UserError when the data set was made with another tokenizer or chat template.
+    """
+    for what, found in (
+        ("tokenizer", artifacts.tokenizer_sha256(tokenizer)),
+        ("template", artifacts.template_sha256(tokenizer)),
+    ):
+        if manifest[f"{what}_sha256"] != found:
+            raise UserError(
+                f"{settings.dataset_dir} was made with another {what} than {settings.model_name_or_path} has "
+                f"({what}_sha256 {manifest[f'{what}_sha256'][:12]}… and {found[:12]}…); make the data set again with "
+                f"data_prep.py --model_name_or_path {settings.model_name_or_path}"
+            )
+    return {
+        "model_name_or_path": settings.model_name_or_path,
+        "model_sha256": artifacts.model_sha256(settings.model_name_or_path),
+        "dataset_sha256": manifest["dataset_sha256"],
+        "tokenizer_sha256": manifest["tokenizer_sha256"],
+        "template_sha256": manifest["template_sha256"],
+        "global_batch_size": plan.global_batch_size,
+        "total_steps": total_steps,
+        "base_dtype": str(dtype).removeprefix("torch."),
+        **{
+            name: getattr(settings, name)
+            for name in (
+                "adapter_name_or_path", "seed", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
+                "max_grad_norm", "lora_r", "lora_alpha", "lora_dropout", "target_modules",
+            )
+        },
+    }  # fmt: skip
+
+
+def find_progress(settings: TrainConfig, run_dir: Path, provenance: dict, total_steps: int):
+    """The checkpoint to go on from, None for a fresh start, or "complete"; changes nothing on disk.
+
+    Raises: UserError when the directory holds something else, or a run made from something else.
+    """
+    is_run = (run_dir / "provenance.json").is_file()
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"output_dir {run_dir} is a file; choose another directory")
+    if run_dir.exists() and any(run_dir.iterdir()) and not is_run:
+        raise UserError(f"output_dir {run_dir} is not empty and holds no run; choose another directory")
+    if settings.overwrite_output_dir:
+        return None
+    if is_run and settings.resume_from_checkpoint is None:
+        raise UserError(
+            f"output_dir {run_dir} holds a run; continue it with resume_from_checkpoint: auto, delete it with "
+            "overwrite_output_dir: true, or choose another directory"
+        )
+    if is_run:
+        refuse_another_run(artifacts.read_json(run_dir / "provenance.json"), provenance, f"output_dir {run_dir}")
+        checkpoint.remove_leftovers(run_dir)
+    if settings.resume_from_checkpoint not in (None, "auto"):
+        found = checkpoint.load(Path(settings.resume_from_checkpoint))
+        refuse_another_run(found.progress["provenance"], provenance, f"resume_from_checkpoint {found.path}")
+        return found
+    found = checkpoint.newest(run_dir, warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
+    return "complete" if found and found.step >= total_steps and (run_dir / "summary.json").is_file() else found
+
+
+def refuse_another_run(before: dict, now: dict, place: str) -> None:
+    """Compares what two runs were made from; a moved but identical base model is the same. Raises: UserError."""
+    same_model = before.get("model_sha256") == now["model_sha256"] is not None
+    changed = [
+        f"{key} was {before.get(key)}, now {now.get(key)}"
+        for key in sorted(set(before) | set(now))
+        if before.get(key) != now.get(key) and not (key == "model_name_or_path" and same_model)
+    ]
+    if changed:
+        raise UserError(
+            f"{place} holds another run: {'; '.join(changed)}. Give the same settings to continue it, "
+            "overwrite_output_dir: true to delete it, or another output_dir"
+        )
+
+
+def begin_run(settings: TrainConfig, run_dir: Path, provenance: dict, environment: dict) -> None:
+    """Makes the run directory and writes what the run is made from and on."""
+    if settings.overwrite_output_dir and run_dir.exists():
+        shutil.rmtree(run_dir)
+    (run_dir / "summary.json").unlink(missing_ok=True)
+    artifacts.write_json(run_dir / "config.json", asdict(settings))
+    artifacts.write_json(run_dir / "environment.json", environment)
+    artifacts.write_json(run_dir / "provenance.json", provenance)
+
+
+def put_adapter_on(base, settings: TrainConfig):
+    """The base with a trainable adapter: a new one, or the one that the settings name."""
+    if settings.gradient_checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        base.enable_input_require_grads()
+    if settings.adapter_name_or_path:
+        return modeling.load_adapter(base, settings.adapter_name_or_path, trainable=True)
+    return modeling.add_lora(
+        base, settings.lora_r, settings.lora_alpha, settings.lora_dropout, settings.target_modules, settings.seed
+    )
+
+
+def fit_micro_batch(plan: batching.BatchPlan, model, train_rows, accelerator) -> batching.BatchPlan:
+    """A plan whose largest possible micro-batch fits into memory on every rank; the global batch stays.
+
+    Tries forward and backward on the longest rows and, while any rank runs out of memory, divides the micro-batch and
+    multiplies the accumulation. Raises: RunFailed when a single row does not fit.
+    """
+    while True:
+        longest = np.argsort(-plan.lengths, kind="stable")[: plan.per_device_train_batch_size]
+        batch = batching.collate([train_rows[int(row)] for row in longest])
+        batch = {key: value.to(accelerator.device) if torch.is_tensor(value) else value for key, value in batch.items()}
+        failed = torch.zeros(1, device=accelerator.device)
+        try:
+            with accelerator.no_sync(model):
+                accelerator.backward(model(**batch).sum())
+        except (RuntimeError, MemoryError) as error:
+            if not device.is_out_of_memory(error):
+                raise
+            failed += 1
+        model.zero_grad(set_to_none=True)
+        if not accelerator.reduce(failed, reduction="sum").item():
+            return plan
+        size = plan.per_device_train_batch_size
+        smaller = max((n for n in range(1, size) if size % n == 0), default=0)
+        if not smaller:
+            raise RunFailed(
+                f"out of memory with a single row of {int(plan.lengths.max())} tokens; set gradient_checkpointing: true or "
+                "make the data set with a smaller --max_length"
+            )
+        plan = replace(
+            plan,
+            per_device_train_batch_size=smaller,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps * (size // smaller),
+        )
+        accelerator.print(
+            f"Out of memory with {size} rows at once: going on with per_device_train_batch_size {smaller} × accumulation "
+            f"{plan.gradient_accumulation_steps}; the global batch stays {plan.global_batch_size}."
+        )
+
+
+def learning_rate_at(step: int, total_steps: int, settings: TrainConfig) -> float:
+    """The learning rate of a step counted from 0: linear warm-up, then cosine or linear to 0, or constant."""
+    warmup_steps = math.ceil(settings.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return settings.learning_rate * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    shape = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
+    return settings.learning_rate * shape[settings.lr_scheduler_type]
+
+
+def seed_dropout(settings: TrainConfig, step: int, rows: list[int]) -> None:
+    """Makes dropout a function of (seed, step, first row), so that resuming needs no generator state of any device."""
+    if settings.lora_dropout:
+        key = f"{settings.seed} {step} {rows[:1]}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7], "big"))
+
+
+def exchange(accelerator, nll_sum: torch.Tensor, grad_norm: torch.Tensor, stop: bool) -> np.ndarray:
+    """(ranks, 3): each rank's Σ nats, gradient norm and stop request. The step's one collective beside the gradients'.
+
+    It serves the log, the agreement to stop and the search for the rank whose numbers went wrong.
+    """
+    mine = torch.stack([nll_sum, modeling.local_value(grad_norm).to(nll_sum), torch.tensor(float(stop)).to(nll_sum)])
+    return accelerator.gather(mine[None]).double().cpu().numpy()
+
+
+class StopRequest:
+    """Notes SIGTERM and SIGINT, which schedulers and Ctrl-C send; a later second one ends the process at once.
+
+    Launchers pass on the signal that a terminal has sent to all already, so within a second both count as one.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self.since = 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note)
+
+    def note(self, number, frame) -> None:
+        if self.requested and time.monotonic() - self.since > 1:
+            os._exit(128 + number)
+        if not self.requested:
+            self.requested, self.since = True, time.monotonic()
+
+
+def last_checkpoint(run_dir: Path) -> str:
+    """Words for where a failed run can go on from."""
+    found = checkpoint.directories(run_dir)
+    return f"The last checkpoint is {found[-1]}" if found else "There is no checkpoint yet"
+
+
+def finish(run: Run, sizes: tuple[int, int]) -> None:
+    """Leaves the adapter, its card, the plot and summary.json at the top of the run directory."""
+    accelerator, run_dir = run.accelerator, run.run_dir
+    tensors = modeling.adapter_tensors(run.model, run.peft_model)
+    peak = torch.tensor([device.peak_memory_bytes(accelerator.device)], device=accelerator.device)
+    peaks = accelerator.gather(peak).tolist()
+    if accelerator.is_main_process:
+        with (
+            artifacts.explained_writing(run_dir),
+            tempfile.TemporaryDirectory(dir=run_dir, prefix=".adapter.tmp-") as folder,
+        ):
+            modeling.write_adapter(Path(folder), tensors, run.peft_model)
+            for name in ("adapter_model.safetensors", "adapter_config.json"):
+                os.replace(Path(folder) / name, run_dir / name)
+        metrics = read_metrics(run_dir)
+        losses = [record["loss"] for record in metrics if "loss" in record]
+        held_out = [record["eval_loss"] for record in metrics if "eval_loss" in record]
+        tokens = sum(int(run.plan.lengths[run.plan.rows(step)].sum()) for step in range(run.total_steps))
+        summary = {
+            "world_size": accelerator.num_processes,
+            "backend": device.backend(),
+            "device": accelerator.device.type,
+            "distributed_type": str(accelerator.distributed_type.value),
+            "simulated": accelerator.device.type == "npu" and device.is_simulated(),
+            "per_device_train_batch_size": run.plan.per_device_train_batch_size,
+            "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
+            "global_batch_size": run.plan.global_batch_size,
+            "epochs": run.total_steps / run.plan.steps_per_epoch,
+            "steps": run.total_steps,
+            "trainable_parameters": sizes[0],
+            "total_parameters": sizes[1],
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+            "first_eval_loss": held_out[0] if held_out else None,
+            "eval_loss": held_out[-1] if held_out else None,
+            "best": run.best,
+            "train_time_s": run.train_time_s,
+            "tokens_per_s": tokens / run.train_time_s,
+            "peak_memory_bytes": peaks,
+        }
+        report.plot_loss(metrics, run_dir / "loss.png")
+        artifacts.write_text(run_dir / "README.md", report.model_card(asdict(run.settings), run.provenance, summary))
+        artifacts.write_json(run_dir / "summary.json", summary)
+        fell = f", held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}" if len(held_out) > 1 else ""
+        print(
+            f"Done: loss {losses[0]:.4f} → {losses[-1]:.4f}{fell} in {run.train_time_s:.0f} s. Adapter and plot in {run_dir}."
+        )
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import artifacts, batching, checkpoint, config, evaluation, modeling, report
+from sft import artifacts, batching, checkpoint, config, evaluation, modeling
+from sft.card import model_card
 from sft.config import TrainConfig
 from sft.errors import RunFailed, UserError
 from sft.journal import Journal, check_trackers, read_metrics
@@ -95,6 +96,8 @@ def main() -> None:
         checkpoint.restore_optimizer(resumed, model, optimizer.optimizer)
         accelerator.print(f"Going on from {resumed.path} after step {first_step} of {total_steps}.")
 
+    environment = device.describe(accelerator)
+    device.run_on_main(accelerator, lambda: begin_run(settings, run_dir, provenance, environment))
     run = Run(
         settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps, resumed
     )
@@ -473,6 +476,8 @@ def finish(run: Run, sizes: tuple[int, int]) -> None:
     peak = torch.tensor([device.peak_memory_bytes(accelerator.device)], device=accelerator.device)
     peaks = accelerator.gather(peak).tolist()
     if accelerator.is_main_process:
+        from sft.report import plot_loss  # matplotlib is slow to import, and one process needs it
+
         with (
             artifacts.explained_writing(run_dir),
             tempfile.TemporaryDirectory(dir=run_dir, prefix=".adapter.tmp-") as folder,
@@ -506,8 +511,8 @@ def finish(run: Run, sizes: tuple[int, int]) -> None:
             "tokens_per_s": tokens / run.train_time_s,
             "peak_memory_bytes": peaks,
         }
-        report.plot_loss(metrics, run_dir / "loss.png")
-        artifacts.write_text(run_dir / "README.md", report.model_card(asdict(run.settings), run.provenance, summary))
+        plot_loss(metrics, run_dir / "loss.png")
+        artifacts.write_text(run_dir / "README.md", model_card(asdict(run.settings), run.provenance, summary))
         artifacts.write_json(run_dir / "summary.json", summary)
         fell = f", held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}" if len(held_out) > 1 else ""
         print(

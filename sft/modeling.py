@@ -263,6 +263,7 @@ def write_adapter(directory: Path, tensors: dict[str, Tensor], peft_model: PeftM
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     file = directory / "adapter_model.safetensors"
     save_file(tensors, str(file), metadata={"format": "pt"})
+    file.chmod(path.stat().st_mode & 0o777)  # safetensors makes files that only their owner may read
     verify_adapter(file, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 

@@ -12,7 +12,12 @@ import pytest
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 os.environ.update(ENVIRONMENT)  # a forgotten download fails, in this process too
 
 
@@ -109,6 +114,8 @@ def dataset_dir(session_dir, tiny_model_dir) -> Path:
 
     def make(path: Path) -> None:
         source = write_jsonl(path.with_suffix(".jsonl"), make_rows(380))
-        must(run_script("data_prep.py", "--input", source, "--model_name_or_path", tiny_model_dir, "--output_dir", path))
+        must(
+            run_script("data_prep.py", "--input", source, "--model_name_or_path", tiny_model_dir, "--output_dir", path)
+        )
 
     return once(session_dir / "dataset-380", make)

@@ -1,0 +1,118 @@
+"""Known failures in a log, and what must not be shown when a log is passed on. Standard library only."""
+
+import os
+import re
+import socket
+
+from sft.machine import knowledge
+
+PREFIX = re.compile(r"^\s*\[(?:rank|default)(\d+)\]:\s?")
+RANK_INSIDE = re.compile(r"RankID:(\d+)|\[Rank (\d+)\]|^error on rank (\d+)")
+STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[-_ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{3}))?")
+EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*|^error(?: on rank \d+)?: .*"
+)
+LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError")
+
+
+def explain(log: str) -> dict:
+    """Which known failures a log shows, and whose came first.
+
+    Returns {"rank": int or None, "line": 1-based, "message": the first failing rank's first error, "failures":
+    signatures found, causes before consequences}. The first failing rank is the one with the earliest error that is
+    not itself the consequence of another rank's failure (a time-out, a closed connection); time stamps decide where
+    both lines have one, the order in the log elsewhere; torchrun's own "first observed failure" where nothing else is.
+    """
+    patterns = [(re.compile(row["pattern"]), row) for row in knowledge("signatures")["signatures"]]
+    rank, errors, found, root, in_summary = None, [], {}, None, False
+    for number, raw in enumerate(log.splitlines(), 1):
+        prefix = PREFIX.match(raw)
+        text = raw[prefix.end() :] if prefix else raw
+        inside = RANK_INSIDE.search(text)
+        if prefix:
+            rank = int(prefix[1])
+        elif inside:
+            rank = int(next(group for group in inside.groups() if group))
+        elif text.startswith("Traceback (most recent call last)"):
+            rank = None
+        in_summary = in_summary or "Root Cause (first observed failure)" in text
+        if in_summary and root is None and (match := re.match(r"\s*rank\s*:\s*(\d+)", text)):
+            root = rank = int(match[1])
+        hits = [row for pattern, row in patterns if pattern.search(text)]
+        if LAUNCHER.search(text) or not (hits or EXCEPTION.match(text)):
+            continue
+        stamp = STAMP.search(text)
+        consequence = bool(hits) and all(row.get("consequence") for row in hits)
+        errors.append({"rank": rank, "line": number, "message": text.strip(), "consequence": consequence,
+                       "stamp": stamp.group(0) if stamp else None, "ids": [row["id"] for row in hits]})  # fmt: skip
+        for row in hits:
+            found.setdefault(row["id"], {**row, "line": number, "rank": rank, "count": 0})["count"] += 1
+    causes = [error for error in errors if not error["consequence"]] or errors
+    if not causes:
+        return {"rank": root, "line": None, "message": "no error found in the log", "failures": []}
+    stamped = [error for error in causes if error["stamp"]]
+    first = min(causes, key=lambda error: error["line"])
+    if first["stamp"] and len(stamped) > 1:
+        first = min(stamped, key=lambda error: (re.sub(r"\D", "", error["stamp"])[:17].ljust(17, "0"), error["line"]))
+    if first["consequence"] and root is not None:
+        first = next((error for error in errors if error["rank"] == root), first)
+    order = sorted(
+        found.values(), key=lambda row: (row["id"] not in first["ids"], row.get("consequence", False), row["line"])
+    )
+    return {
+        "rank": first["rank"] if first["rank"] is not None else root,
+        "line": first["line"],
+        "message": first["message"],
+        "failures": order,
+    }
+
+
+def mask(text: str, keep: tuple[str, ...] = ()) -> str:
+    """The text without tokens, passwords, user names, home directories, host names and network addresses.
+
+    keep: versions that look like addresses (a driver's 24.1.0.3)."""
+    text = re.sub(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[abp]-)[\w-]{8,}", r"<token>", text)
+    text = re.sub(
+        r"(?i)((?:token|secret|passw(?:or)?d|api_?key|authorization|bearer)[\"']?\s*[=:\s]\s*[\"']?)(?!<)[^\s\"',;]{4,}",
+        r"\1<secret>",
+        text,
+    )
+    text = re.sub(r"://[^/\s@]+@", "://<user>@", text)
+    text = re.sub(r"[\w.+-]+@[\w-]+\.[\w.]+", "<mail>", text)
+    text = re.sub(r"/(?:home|Users)/[^/\s\"':,;)]+", "/home/<user>", text)
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = text.replace(home, "~")
+    for name in {socket.gethostname(), socket.gethostname().split(".")[0], os.environ.get("HOSTNAME", "")}:
+        if name:
+            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "<host>", text)
+    for name in {os.environ.get(key, "") for key in ("USER", "LOGNAME", "USERNAME", "SUDO_USER")} - {"root", ""}:
+        text = re.sub(rf"\b{re.escape(name)}\b", "<user>", text) if len(name) > 2 else text
+
+    def address(match: re.Match) -> str:
+        local = match[0].startswith("127.") or match[0] in ("0.0.0.0", "::1")
+        return match[0] if local or match[0] in keep else "<address>"
+
+    text = re.sub(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w]|\.\d)", address, text)
+    return re.sub(r"(?<![\w:])(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}(?![\w:])|\bfe80::[\w:%]+", "<address>", text)
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank, at most 200 characters."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def remedy_for(text: str) -> str:
+    """What to check for the failure that a tool's or a probe's output shows."""
+    failures = explain(text)["failures"]
+    return (
+        failures[0]["check"]
+        if failures
+        else "not a known failure; install the requirements file in a fresh environment"
+    )
+
+
+def known(text: str) -> list[str]:
+    """Names of the known failures in a text."""
+    return [row["id"] for row in explain(text)["failures"]]

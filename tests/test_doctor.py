@@ -1,0 +1,481 @@
+"""The doctor on machines built for the purpose: real files, tools and wheels in scratch directories."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft import diagnosis, failures
+from sft import machine as seen
+from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT
+from sft.machine import Machine, knowledge, version_key
+from tests.conftest import ROOT, run_script
+
+SMI = """\
++------------------------------------------------------------------------------------------------+
+| npu-smi {version}                 Version: {version}                                             |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 92.1        44                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          33890/ 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | {health:<13} | 88.6        39                0    / 0             |
+| 0                         | 0000:C2:00.0  | 0           0    / 0          3159 / 65536         |
++===========================+===============+====================================================+
++---------------------------+---------------+----------------------------------------------------+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| 0       0                 | 4711          | python                   | 30512                   |
++===========================+===============+====================================================+
+| No running processes found in NPU 1                                                            |
++===========================+===============+====================================================+
+"""
+
+
+def write(path: Path, text: str, mode: int = 0o644) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Builds an Ascend server's files and its npu-smi: `server(driver, cann)` → Machine, its files already read."""
+
+    def build(driver="24.1.0.3", cann="8.0.1", health="OK", sourced=True, smi=None, **settings) -> Machine:
+        ascend = tmp_path / "usr/local/Ascend"
+        home = ascend / "ascend-toolkit/latest"
+        write(ascend / "driver/version.info", f"Version={driver}\nascendhal_version=7.35.23\n")
+        write(ascend / "firmware/version.info", "Version=7.5.0.5.220\n")
+        write(ascend / "ascend-toolkit/set_env.sh", "export ASCEND_HOME_PATH=...\n")
+        write(
+            home / "aarch64-linux/ascend_toolkit_install.info",
+            f"package_name=Ascend-cann-toolkit\nversion={cann}\narch=aarch64\n",
+        )
+        for name in ("libhccl.so", "libascendcl.so"):
+            write(home / "lib64" / name, "")
+        text = smi or f"cat <<'TABLE'\n{SMI.format(version=driver, health=health)}TABLE\n"
+        write(tmp_path / "bin/npu-smi", f"#!/bin/sh\n{text}", 0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        if sourced:
+            monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
+            monkeypatch.setenv("LD_LIBRARY_PATH", str(home / "lib64"))
+        machine = Machine(root=tmp_path, **settings)
+        seen.read_machine(machine)
+        return machine
+
+    for name in (
+        "ASCEND_HOME_PATH",
+        "ASCEND_TOOLKIT_HOME",
+        "LD_LIBRARY_PATH",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "HCCL_EXEC_TIMEOUT",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    return build
+
+
+def one(checks, name):
+    """The only check of that name."""
+    (check,) = [check for check in checks if check.name == name]
+    return check
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions_sort_as_their_makers_mean_them():
+    order = ["8.0.RC3", "8.0.0", "8.0.1", "8.2.RC1", "8.5.0", "9.0.0-beta.2", "9.0.0", "9.1.0", "10.0"]
+    assert sorted(order[::-1], key=version_key) == order
+    order = ["24.1.rc3", "24.1.0", "24.1.0.3", "25.0.RC1", "25.2.0"]
+    assert sorted(order[::-1], key=version_key) == order
+    assert version_key("2.1.0") < version_key("2.1.0.post17") < version_key("2.6.0+cpu")
+
+
+def test_driver_24_goes_with_cann_8_0(server):
+    machine = server(driver="24.1.0.3", cann="8.0.1")
+    assert machine.versions["driver"] == "24.1.0.3" and machine.versions["firmware"] == "7.5.0.5.220"
+    assert machine.versions["cann"] == "8.0.1" and machine.kind == "npu"
+    check = one(diagnosis.check_versions(machine), "CANN ↔ driver")
+    assert (check.status, check.found) == ("ok", "CANN 8.0.1, driver 24.1.0.3")
+
+
+def test_driver_24_with_cann_9_and_vllm_ascend_is_explained(server):
+    machine = server(driver="24.1.0.3", cann="9.0.0")
+    machine.versions |= {"vllm-ascend": "0.23.0", "torch": "2.1.0", "torch_npu": "2.1.0.post17"}
+    checks = diagnosis.check_versions(machine)
+    driver = one(checks, "CANN ↔ driver")
+    assert driver.status == "FAIL"
+    assert "driver 24.1.0.3 is made for CANN 8.0: take that CANN and requirements-cann8.txt" in driver.remedy
+    assert "drvRet=87" in driver.remedy and "vLLM-Ascend" in driver.remedy
+    assert one(checks, "vllm-ascend ↔ torch").status == "FAIL"
+    assert one(checks, "torch_npu ↔ CANN").remedy.startswith("torch_npu 2.1.0.post17 goes with CANN 8.0, 8.1, 8.2, 8.3")
+
+
+def test_each_cann_names_its_requirements_file(server):
+    expected = {
+        ("8.0.1", "24.1.0.3"): "requirements-cann8.txt",
+        ("8.2.RC1", "24.1.0.3"): "requirements-cann8.txt",
+        ("9.1.0", "26.0.RC1"): "requirements-npu.txt",
+        ("9.2.0", "25.5.1"): "requirements-npu.txt",
+    }
+    assert {pair: seen.requirements_file(*pair) for pair in expected} == expected
+
+
+def test_torch_and_torch_npu_of_different_versions_fail(server):
+    machine = server()
+    machine.versions |= {"torch": "2.6.0+cpu", "torch_npu": "2.1.0.post17"}
+    check = one(diagnosis.check_versions(machine), "torch ↔ torch_npu")
+    assert check.status == "FAIL" and "install torch 2.1.0" in check.remedy
+
+
+def test_cuda_torch_beside_torch_npu_leads_to_the_cpu_build(server):
+    machine = server()
+    machine.versions |= {"torch": "2.1.0+cu121", "torch_npu": "2.1.0.post17"}
+    check = one(diagnosis.check_versions(machine), "torch build")
+    assert check.status == "FAIL" and "pip install torch==2.1.0+cpu" in check.remedy
+
+
+def test_python_too_new_for_this_torch_npu_fails(server):
+    machine = server()
+    machine.versions |= {"python": "3.12.1", "torch_npu": "2.1.0.post17"}
+    (check,) = diagnosis.check_python(machine)
+    assert (check.status, check.remedy) == ("FAIL", "torch_npu 2.1.0.post17 has wheels for 3.8 to 3.11")
+
+
+def test_version_table_is_whole():
+    data = knowledge("versions")
+    families = {row["cann"] for row in data["cann_driver"]}
+    assert len(data["torch_npu"]) > 30 and {row["cann"] for row in data["torch_npu"]} <= families
+    pythons = {row["torch"] for row in data["python_of_torch_npu"]}
+    assert {".".join(row["torch_npu"].split(".")[:2]) for row in data["torch_npu"]} <= pythons
+    for row in data["requirements"]:
+        assert row["torch_npu"].startswith(row["torch"])
+        if (ROOT / row["file"]).exists():
+            assert f"torch_npu=={row['torch_npu']}" in (ROOT / row["file"]).read_text().replace("-", "_")
+
+
+def test_environment_table_says_what_train_sets():
+    rows = knowledge("versions")["environment"]["npu"]
+    assert {row["name"]: row["train"] for row in rows if "train" in row} == NPU_ENVIRONMENT
+    (exec_timeout,) = [row for row in rows if row["name"] == "HCCL_EXEC_TIMEOUT"]
+    assert int(exec_timeout["unset"]) == HCCL_EXEC_TIMEOUT_DEFAULT_S
+    from sft.config import TrainConfig
+
+    assert TrainConfig.__dataclass_fields__["ddp_timeout"].default == knowledge("versions")["ddp_timeout"]
+
+
+# --- CANN, driver, cards ----------------------------------------------------------------------------------------------
+
+
+def test_cann_that_was_not_sourced_is_found_and_named(server, tmp_path):
+    check = diagnosis.check_cann(server(sourced=False))[0]
+    assert check.status == "FAIL" and check.found.startswith("set_env.sh was not sourced")
+    assert check.remedy == f"source {tmp_path}/usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+
+def test_cann_half_sourced_is_told_apart(server, monkeypatch):
+    machine = server()
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib")
+    check = diagnosis.check_cann(machine)[0]
+    assert (check.status, check.found) == ("FAIL", "libhccl.so, libascendcl.so not on LD_LIBRARY_PATH")
+
+
+def test_python_packages_that_cann_imports_are_named(server, monkeypatch):
+    machine = server()
+    monkeypatch.setitem(sys.modules, "decorator", None)  # importing it fails, as where it is missing
+    check = one(diagnosis.check_cann(machine), "CANN's Python packages")
+    assert check.status == "FAIL" and "decorator" in check.found and "EC0010" in check.remedy
+
+
+def test_npu_smi_is_read(server):
+    machine = server(health="Alarm")
+    assert machine.smi["cards"] == [
+        {"index": 0, "name": "Ascend910B3", "health": "OK", "used_mb": 33890, "total_mb": 65536},
+        {"index": 1, "name": "Ascend910B3", "health": "Alarm", "used_mb": 3159, "total_mb": 65536},
+    ]
+    assert machine.smi["processes"] == [{"card": 0, "pid": 4711, "name": "python", "mb": 30512}]
+    assert one(diagnosis.check_driver(machine), "card health").found == "card 1 (Alarm)"
+
+
+def test_npu_smi_that_is_refused_by_the_driver_is_explained(server):
+    machine = server(smi="echo 'dcmi model initialized failed, because the device is used. ret is -8020' >&2; exit 1\n")
+    (check,) = diagnosis.check_driver(machine)
+    assert check.status == "FAIL" and "another container" in failures.explain(check.found)["failures"][0]["meaning"]
+
+
+def test_npu_smi_that_hangs_is_left_behind(server):
+    machine = server(smi="sleep 60\n", timeout_s=0.5)
+    assert "did not answer within" in one(diagnosis.check_driver(machine), "driver").found
+
+
+def test_missing_device_nodes_name_the_container_flags(server, tmp_path):
+    machine = server()
+    check = one(diagnosis.check_driver(machine), "device nodes")
+    assert check.status == "FAIL" and "/dev/davinci_manager" in check.found and "--device=" in check.remedy
+    for name in ("davinci_manager", "devmm_svm", "hisi_hdc", "davinci0", "davinci1"):
+        write(tmp_path / "dev" / name, "")
+    check = one(diagnosis.check_driver(machine), "device nodes")
+    assert (check.status, check.found) == ("ok", "2 cards")
+
+
+def test_cards_hidden_by_the_variable_are_said_to_be_hidden(server, monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    machine = server()
+    machine.probe = {"kind": "cpu", "count": 0, "step": "done"}
+    (check,) = diagnosis.check_cards(machine)
+    assert check.status == "FAIL" and "hides them: unset it or name cards 0 to 1" in check.remedy
+
+
+def test_processes_of_others_on_the_cards_are_named(server):
+    machine = server()
+    card = {"name": "Ascend910B3", "free": 30 << 30, "total": 64 << 30}
+    machine.probe = {"kind": "npu", "count": 1, "cards": [card], "sum": 4096, "bf16": True}
+    check = one(diagnosis.check_cards(machine), "card memory")
+    assert check.status == "warn" and "pid 4711 (python, 30512 MB, card 0)" in check.found
+
+
+# --- launch config, environment, resources ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "status", "expected"),
+    [
+        ("distributed_type: MULTI_NPU\nnum_processes: 2\n", 2, "ok", "2 × MULTI_NPU"),
+        ("distributed_type: MULTI_NPU\nnum_processes: 2\n", 0, "FAIL", "each train alone on the CPU"),
+        ("distributed_type: MULTI_NPU\nnum_processes: 8\n", 2, "FAIL", "two processes would share a card"),
+        ("distributed_type: MULTI_NPU\nnum_processes: 16\nnum_machines: 2\n", 8, "ok", "16 × MULTI_NPU"),
+        ("distributed_type: MULTI_CPU\nnum_processes: 2\n", 0, "FAIL", "starts one process, not 2"),
+        ("distributed_type: 'NO'\nnum_processes: 1\ngpu_ids: 3\n", 2, "FAIL", "quote it (gpu_ids: '3')"),
+        ("distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: no\n", 2, "FAIL", "quote it ('no')"),
+        (
+            "distributed_type: MULTI_NPU\nnum_processes: 2\nmax_restarts: 3\n",
+            2,
+            "FAIL",
+            "as a flag of accelerate launch",
+        ),
+    ],
+)
+def test_traps_of_the_launch_config(server, tmp_path, config, count, status, expected):
+    path = write(tmp_path / "launch.yaml", config + "main_process_port: 0\n")
+    machine = server(accelerate_config=str(path))
+    machine.probe = {"kind": "npu" if count else "cpu", "count": count}
+    checks = [check for check in diagnosis.check_launch_config(machine) if check.name == "launch config"]
+    assert [check.status for check in checks] == [status]
+    assert expected in checks[0].found + checks[0].remedy
+
+
+def test_wizards_config_is_found(server, tmp_path):
+    write(tmp_path / "huggingface/accelerate/default_config.yaml", "distributed_type: MULTI_NPU\nnum_processes: 4\n")
+    assert server().launch["num_processes"] == "4"
+
+
+def test_busy_port_is_seen(server, tmp_path):
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        path = write(tmp_path / "launch.yaml", f"num_processes: 4\nnum_machines: 2\nmain_process_port: {port}\n")
+        check = one(diagnosis.check_launch_config(server(accelerate_config=str(path))), "port")
+    assert (check.status, check.found) == ("FAIL", f"{port} is taken")
+
+
+def test_ddp_timeout_below_hccls_fails(server, tmp_path):
+    path = write(tmp_path / "train.yaml", "model_name_or_path: m  # a comment\nddp_timeout: 600\n")
+    check = one(diagnosis.check_environment(server(train_config=str(path))), "time-outs")
+    assert check.status == "FAIL" and "1860" in check.remedy
+    check = one(diagnosis.check_environment(server()), "time-outs")
+    assert (check.status, check.found) == ("ok", "connect 600 s, HCCL_EXEC_TIMEOUT 1836 s, ddp_timeout 1860 s")
+
+
+def test_small_shared_memory_fails(tmp_path):
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    machine = Machine(root=tmp_path, min_shm_bytes=1 << 60)  # more than any disk has
+    check = one(diagnosis.check_resources(machine), "/dev/shm")
+    assert check.status == "FAIL" and "--shm-size" in check.remedy
+    assert one(diagnosis.check_resources(Machine(root=tmp_path / "nowhere")), "/dev/shm").found == "not there"
+
+
+# --- the whole command ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def torch_npu_wheel() -> str:
+    """A directory with the real torch_npu, as a PYTHONPATH entry; without CANN `import torch` then fails."""
+    for folder in sorted((ROOT / ".cache").glob("**/torch_npu-*.dist-info"))[:1]:
+        return str(folder.parent)
+    target = ROOT / ".cache" / "torch_npu"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, "torch_npu==2.13.0"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("the torch_npu wheel cannot be had (no package index reachable)")
+    return str(target)
+
+
+def test_torch_npu_without_cann_is_explained_although_torch_cannot_be_imported(torch_npu_wheel, tmp_path):
+    bare = {"PYTHONPATH": torch_npu_wheel, "ASCEND_HOME_PATH": "", "LD_LIBRARY_PATH": "", "HF_HOME": str(tmp_path)}
+    result = run_script("doctor.py", "--json", "--root", tmp_path, env=bare)
+    assert (result.returncode, result.stderr) == (3, "")
+    answer = json.loads(result.stdout)
+    checks = {check["name"]: check for check in answer["checks"]}
+    assert "libhccl.so: cannot open shared object file" in checks["torch"]["found"]
+    assert "set_env.sh" in checks["torch"]["remedy"] and checks["CANN"]["status"] == "FAIL"
+    assert answer["verdict"].startswith("cannot train") and "Traceback" not in answer["text"]
+
+
+def test_this_machine_can_train():
+    result = run_script("doctor.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^ok    torch: 2\.", result.stdout, re.MULTILINE)
+    assert result.stdout.splitlines()[-1].startswith("Verdict: can train on ")
+
+
+def test_probe_that_hangs_ends_at_its_deadline_and_missing_packages_are_named(tmp_path):
+    write(tmp_path / "torch.py", "import time\ntime.sleep(600)\n")
+    write(tmp_path / "yaml.py", "raise ImportError('no yaml here')\n")
+    for name in ("accelerate", "transformers", "datasets", "evaluate"):
+        write(tmp_path / f"{name}.py", "")
+    write(tmp_path / "peft.py", "import nothing_of_that_name\n")
+    env = {"PYTHONPATH": str(tmp_path), "HF_HOME": str(tmp_path), "COVERAGE_PROCESS_START": ""}
+    result = run_script("doctor.py", "--timeout_s", 3, env=env, timeout=30)
+    assert (result.returncode, result.stderr) == (3, "")
+    assert "FAIL  torch: import torch: no answer within 3 s" in result.stdout
+    assert "import fails: ModuleNotFoundError: No module named 'nothing_of_that_name'" in result.stdout
+    assert result.stdout.splitlines()[-1] == "Verdict: cannot train: peft, torch"
+
+
+def test_probe_that_crashes_is_reported(tmp_path):
+    write(tmp_path / "torch.py", "import os\nos.kill(os.getpid(), 11)\n")
+    for name in ("accelerate", "transformers", "datasets", "evaluate", "peft"):
+        write(tmp_path / f"{name}.py", "")
+    result = run_script("doctor.py", env={"PYTHONPATH": str(tmp_path), "HF_HOME": str(tmp_path)}, timeout=30)
+    assert (result.returncode, result.stderr) == (3, "")
+    assert "FAIL  torch: import torch fails" in result.stdout
+
+
+def test_wrong_path_is_the_users_mistake(tmp_path):
+    for argv in (["--accelerate_config", tmp_path / "none.yaml"], ["--explain", tmp_path / "none.log"]):
+        result = run_script("doctor.py", *argv)
+        assert result.returncode == 2 and result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+
+
+# --- explaining a log -------------------------------------------------------------------------------------------------
+
+SIGNATURES = knowledge("signatures")["signatures"]
+
+
+def test_there_are_enough_signatures_from_each_part():
+    assert len(SIGNATURES) >= 25 and len({row["id"] for row in SIGNATURES}) == len(SIGNATURES)
+    text = json.dumps(SIGNATURES)
+    for part in ("CANN", "HCCL", "ncclSystemError", "accelerate/", "peft/", "datasets/"):
+        assert part in text
+    for row in SIGNATURES:
+        assert all(row[key] for key in ("pattern", "meaning", "check", "source", "example")), row["id"]
+
+
+@pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row["id"])
+def test_signature_recognises_its_example(row):
+    assert row["id"] in failures.known(f"some line\n{row['example']}\n")
+
+
+def test_ordinary_log_shows_no_failure():
+    log = "step 1 loss 2.31 grad_norm 0.9\nstep 2 loss 2.2\nsaved checkpoint-2\n[rank1]: evaluated\n"
+    assert failures.explain(log) == {"rank": None, "line": None, "message": "no error found in the log", "failures": []}
+
+
+def test_first_failing_rank_is_shown_and_not_the_last():
+    log = """\
+step 12 loss 1.9
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train.py", line 200, in main
+[rank0]: RuntimeError: InnerRunOpApi:torch_npu/csrc/framework/OpParamMaker.cpp:281 OPS function error: HcclAllreduce, error code is 9
+[rank0]: EI0002: 2026-01-02-10:11:12.000.001 The wait execution of the Notify register times out.
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 200, in main
+[rank1]: torch.OutOfMemoryError: NPU out of memory. Tried to allocate 594.00 MiB (NPU 1; 60.97 GiB total capacity)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-02_10:11:13
+  rank      : 0 (local_rank: 0)
+"""
+    answer = failures.explain(log)
+    assert (answer["rank"], answer["line"]) == (1, 8)
+    assert answer["message"].startswith("torch.OutOfMemoryError: NPU out of memory")
+    assert answer["failures"][0]["id"] == "npu-oom"
+    assert {row["id"] for row in answer["failures"][1:]} == {"hccl-timeout", "EI0002"}
+
+
+def test_time_stamps_order_the_ranks():
+    log = """\
+[default1]:[ERROR] 2026-01-02-10:11:20 (PID:2, Device:1, RankID:1) ERR00100 PTA call acl api failed EL0005
+[default0]:[ERROR] 2026-01-02-10:11:18 (PID:1, Device:0, RankID:0) ERR00100 PTA call acl api failed EL0004
+"""
+    assert (failures.explain(log)["rank"], failures.explain(log)["failures"][0]["id"]) == (0, "EL0004")
+
+
+def test_root_cause_of_torchrun_decides_where_all_is_consequence():
+    log = """\
+[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:51234
+[rank2]: RuntimeError: Connection reset by peer
+Root Cause (first observed failure):
+[0]:
+  rank      : 2 (local_rank: 2)
+"""
+    assert failures.explain(log)["rank"] == 2
+
+
+def test_message_of_our_own_scripts_is_found():
+    answer = failures.explain("error on rank 3: dataset_dir outputs/x has no manifest.json; run data_prep.py first\n")
+    assert answer["rank"] == 3 and "manifest.json" in answer["message"] and answer["failures"] == []
+
+
+def test_explain_reads_standard_input():
+    result = subprocess.run(
+        [sys.executable, "doctor.py", "--explain", "-"],
+        input=b"EI0006: Getting socket times out\xff\n",
+        cwd=ROOT,
+        capture_output=True,
+    )
+    text = result.stdout.decode()
+    assert (
+        result.returncode == 0 and text.startswith("First failure (line 1): EI0006") and "HCCL_CONNECT_TIMEOUT" in text
+    )
+
+
+# --- hiding -----------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_masked_and_versions_are_not(monkeypatch):
+    monkeypatch.setenv("USER", "wangwei")
+    host = socket.gethostname()
+    text = (
+        f"HF_TOKEN=hf_abcdefghijklmnop key sk-0123456789abcdef on {host} for wangwei at /home/zhang/run and 10.1.2.3:29500 "
+        "http://me:pw@proxy.local/ mail a.b@c.cn fe80::1:2 driver 24.1.0.3 firmware 7.5.0.5.220 local 127.0.0.1 mac 00:1a:2b:3c:4d:5e "
+        "password: hunter22 at 12:30:11 bus 0000:C1:00.0"
+    )
+    masked = failures.mask(text, keep=("24.1.0.3",))
+    for secret in (
+        "hf_abc",
+        "sk-0123",
+        host,
+        "wangwei",
+        "zhang",
+        "10.1.2.3",
+        "me:pw",
+        "a.b@c.cn",
+        "fe80",
+        "00:1a",
+        "hunter22",
+    ):
+        assert secret not in masked, secret
+    for kept in ("24.1.0.3", "7.5.0.5.220", "127.0.0.1", "29500", "12:30:11", "0000:C1:00.0"):
+        assert kept in masked, kept

@@ -1,0 +1,203 @@
+"""Builds the simulated Ascend with g++ and gives the environment that makes a subprocess see its cards.
+
+Everything lands in `.cache/sim_ascend/` of the repository: the torch_npu wheel in a folder of its own (installed into the
+environment it would break `import torch` wherever CANN is absent), and one folder per build, named by a hash of the sources
+and the versions of torch and torch_npu.
+"""
+
+import fcntl
+import glob
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "src"
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "sim_ascend"
+
+TORCH_NPU = {"2.13": "2.13.0"}  # torch release -> the torch_npu that goes with it; one is enough, and one is tested
+CANN_VERSION = "8.5.0"
+
+# libsimcann answers under each name that torch_npu links or opens; to the loader they are one file.
+CANN_LIBRARIES = ["ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi"]
+CANN_SYMBOL = re.compile(r"(acl|Hccl|Msprof|rt[A-Z])\w*")
+
+# A real toolkit has this file too. The word "simulated" in it is how a program can tell: see README.md.
+INSTALL_INFO = """package_name=Ascend-cann-toolkit (simulated)
+version={version}
+innerversion=simulated
+arch={arch}
+os=linux
+path={path}
+"""
+
+
+class Unavailable(RuntimeError):
+    """The simulator cannot be had on this machine; the message says why."""
+
+
+def has_real_cards() -> bool:
+    """Whether the driver of real Ascend cards is loaded."""
+    return bool(glob.glob("/dev/davinci[0-9]*"))
+
+
+def environment(cards: int = 8, memory_bytes: int = 64 << 30, soc: str = "Ascend910B3") -> dict[str, str]:
+    """Returns the variables that a subprocess needs, beside the current ones, to see `cards` simulated NPUs.
+
+    Builds the simulator first if need be (half a minute). `memory_bytes` is per card.
+    Raises: Unavailable without g++, nm, the torch_npu wheel, or a torch that it goes with.
+    """
+    root, wheel = build(), install_wheel()
+    return {
+        "LD_LIBRARY_PATH": _prepend(root / "lib", "LD_LIBRARY_PATH"),
+        "PYTHONPATH": _prepend(wheel, "PYTHONPATH"),
+        "ASCEND_HOME_PATH": str(root / "cann"),
+        "ASCEND_OPP_PATH": str(root / "cann" / "opp"),
+        "SIM_ASCEND_CARDS": str(cards),
+        "SIM_ASCEND_MEMORY_BYTES": str(memory_bytes),
+        "SIM_ASCEND_SOC": soc,
+    }
+
+
+def build() -> Path:
+    """Returns the folder of the build for these sources and versions; it holds `lib/` and `cann/`. Makes it if absent."""
+    for tool in ("g++", "nm"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"{tool} is not installed (Debian: apt-get install g++)")
+    wheel = install_wheel()
+    target = CACHE / f"build-{_fingerprint()}"
+    if target.is_dir():
+        return target
+    with _lock():
+        if not target.is_dir():
+            scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=CACHE))
+            try:
+                _compile(scratch, wheel / "torch_npu")
+                _lay_out_cann(scratch / "cann", target / "cann")
+                scratch.rename(target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def install_wheel() -> Path:
+    """Returns the folder that holds the torch_npu package; fetches the wheel with pip if absent."""
+    version = _torch_npu_version()
+    folder = CACHE / f"torch_npu-{version}"
+    if folder.is_dir():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with _lock():
+        if not folder.is_dir():
+            scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=CACHE))
+            try:
+                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+                _run([*pip, "--target", str(scratch), f"torch_npu=={version}"], "pip cannot install the wheel")
+                scratch.chmod(0o755)
+                scratch.rename(folder)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _compile(target: Path, torch_npu: Path) -> None:
+    library, objects = target / "lib", target / "objects"
+    library.mkdir()
+    objects.mkdir()
+    torch = _torch_folder()
+    headers = torch_npu / "include"
+    compiler = ["g++", "-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-deprecated-declarations"]
+    cann_headers = [headers / "third_party/acl/inc", headers / "third_party/hccl/inc", headers, torch / "include", SOURCES]
+    includes = [f"-I{folder}" for folder in cann_headers]
+    parts = []
+    for source in ("acl.cpp", "hccl.cpp", "opapi.cpp"):
+        parts.append(objects / f"{source}.o")
+        version = f'-DCANN_VERSION="{CANN_VERSION}"'
+        _run([*compiler, version, *includes, "-c", SOURCES / source, "-o", parts[-1]], f"{source} does not compile")
+    rest = objects / "unsupported.cpp"
+    rest.write_text(_unsupported_functions(torch_npu, parts))
+    simcann = library / "libsimcann.so"
+    _run([*compiler, f"-I{SOURCES}", "-shared", *parts, rest, "-ldl", "-o", simcann], "libsimcann does not link")
+    for name in CANN_LIBRARIES:
+        (library / f"lib{name}.so").symlink_to(simcann.name)
+    torch_flags = [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+    operators = [SOURCES / "operators.cpp", *torch_flags, "-o", library / "libsimoperators.so"]
+    # Warnings inside torch's own headers say nothing about this code.
+    _run(["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *operators], "operators.cpp does not compile")
+    shutil.rmtree(objects)
+
+
+def _unsupported_functions(torch_npu: Path, parts: list[Path]) -> str:
+    """C++ text that defines each CANN function torch_npu links against and `parts` do not define."""
+    wanted = _symbols("--dynamic", "--undefined-only", *torch_npu.glob("lib/*.so"), *torch_npu.glob("_C*.so"))
+    missing = sorted(filter(CANN_SYMBOL.fullmatch, wanted - _symbols("--defined-only", *parts)))
+    functions = [f'long {name}() {{ return sim::unsupported("{name}"); }}' for name in missing]
+    return "\n".join(['#include "cann.h"', 'extern "C" {', *functions, "}", ""])
+
+
+def _symbols(*arguments) -> set[str]:
+    lines = _run(["nm", *arguments], "nm fails").splitlines()
+    return {line.split()[-1].split("@")[0] for line in lines if line.strip()}
+
+
+def _lay_out_cann(folder: Path, final: Path) -> None:
+    """Writes what torch_npu looks for below ASCEND_HOME_PATH."""
+    for part in ("runtime", "compiler", "opp"):
+        (folder / part).mkdir(parents=True)
+    arch = f"{platform.machine()}-linux"
+    (folder / arch).mkdir()
+    text = INSTALL_INFO.format(version=CANN_VERSION, arch=platform.machine(), path=final / arch)
+    (folder / arch / "ascend_toolkit_install.info").write_text(text)
+
+
+def _torch_npu_version() -> str:
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise Unavailable("torch is not installed") from None
+    release = ".".join(torch.split(".")[:2])
+    if release not in TORCH_NPU:
+        raise Unavailable(f"it imitates CANN for torch {', '.join(TORCH_NPU)}; installed is torch {torch}")
+    return TORCH_NPU[release]
+
+
+def _torch_folder() -> Path:
+    return Path(importlib.util.find_spec("torch").origin).parent  # found, not imported
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
+        digest.update(path.read_bytes())
+    digest.update(f"{importlib.metadata.version('torch')} {_torch_npu_version()} {_torch_folder()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _prepend(folder: Path, variable: str) -> str:
+    rest = [entry for entry in os.environ.get(variable, "").split(os.pathsep) if entry not in ("", str(folder))]
+    return os.pathsep.join([str(folder), *rest])
+
+
+@contextmanager
+def _lock():
+    """Lets one process at a time build: several test workers start at once."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list, what: str) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise Unavailable(f"{what}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+

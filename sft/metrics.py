@@ -147,6 +147,16 @@ def compare(
     return {name: {"mean": observed[name], "ci95": bounds[name].tolist()} for name in BETTER if name in observed}
 
 
+def judge(name: str, ci95: Sequence[float]) -> str:
+    """Returns what an interval of adapter − base says: better, worse, longer, shorter, or no difference shown."""
+    low, high = ci95
+    if low <= 0 <= high:
+        return "no difference shown"
+    if BETTER[name] == 0:
+        return "longer" if low > 0 else "shorter"
+    return "better" if (low > 0) == (BETTER[name] > 0) else "worse"
+
+
 def describe(
     rows: Sequence[dict], language: str, decoding: str, seed: int = 42, resamples: int = RESAMPLES
 ) -> dict[str, str]:

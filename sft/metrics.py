@@ -89,7 +89,7 @@ def evaluate_generations(
 
 
 def evaluate_losses(nll: Sequence[float], target_tokens: Sequence[int]) -> tuple[dict[str, float], list[dict]]:
-    """Returns loss and perplexity over all rows, and one dict per row for `compare`: scoring without generated answers."""
+    """Returns loss and perplexity over all rows, and one dict per row for `compare`: scores without generation."""
     rows = [{"nll": float(nats), "target_tokens": int(tokens)} for nats, tokens in zip(nll, target_tokens)]
     return aggregate(rows), rows
 

@@ -6,8 +6,8 @@ PHRASES = {
     # what stands at the top
     "title": ("Did the fine-tuning help?", "微调有效果吗？"),
     "simulated": (
-        "**Made on a simulated Ascend, not on hardware**: the numbers show that the path works, not how fast or how well "
-        "it does on a card.",
+        "**Made on a simulated Ascend, not on hardware**: the numbers show that the path works, "
+        "not how fast or how well it does on a card.",
         "**模拟昇腾（simulated Ascend）**：以下数字来自模拟硬件，只说明流程可以走通，不代表真实 NPU 上的速度与效果。",
     ),
     "adapter_changes_nothing": (
@@ -52,9 +52,9 @@ PHRASES = {
     "shorter": ("shorter", "更短"),
     "no difference shown": ("no difference shown", "看不出差异"),
     "how_to_read": (
-        "Difference: adapter − base on the same rows, with its 95 % interval by a paired bootstrap. An interval that holds 0 "
-        "means that these rows cannot tell the difference from chance. Where it excludes 0, one metric in twenty may still "
-        "do so by chance. ↑ higher is better, ↓ lower is better.",
+        "Difference: adapter − base on the same rows, with its 95 % interval by a paired bootstrap. An interval that "
+        "holds 0 means that these rows cannot tell the difference from chance. Where it excludes 0, one metric in twenty "
+        "may still do so by chance. ↑ higher is better, ↓ lower is better.",
         "差值 = 适配器 − 基座，取自同一批数据，95% 区间由配对自助法（paired bootstrap）得到。区间包含 0，说明这些数据还不足以"
         "把差异与偶然区分开；即使区间不含 0，平均每二十个指标也可能有一个出于偶然。↑ 越高越好，↓ 越低越好。",
     ),
@@ -71,7 +71,8 @@ PHRASES = {
     "data": ("data set", "数据集"),
     "rows": ("rows", "数据量"),
     "rows_value": (
-        "{train} trained, {eval} held out; of {rows_read} read, {rejected} rejected, {truncated} truncated, {duplicates} duplicates",
+        "{train} trained, {eval} held out; of {rows_read} read, {rejected} rejected, {truncated} truncated, "
+        "{duplicates} duplicates",
         "训练 {train} 条，留出 {eval} 条；共读入 {rows_read} 条，其中拒收 {rejected} 条，截断 {truncated} 条，重复 {duplicates} 条",
     ),
     "target_tokens": ("target tokens", "目标词元"),
@@ -89,6 +90,7 @@ PHRASES = {
         "{learning_rate:g}，{lr_scheduler_type}，预热 {warmup_ratio:.0%}，随机种子 {seed}",
     ),
     "hardware": ("hardware", "硬件"),
+    "weights": ("base weights", "基座权重类型"),
     "cost": ("cost", "开销"),
     "cost_value": (
         "{train_time_s:,.0f} s, {tokens_per_s:,.0f} tokens/s, peak memory per rank {peak} GiB",

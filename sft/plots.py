@@ -51,7 +51,7 @@ def plot_loss(metrics: Sequence[dict], path: str | Path) -> None:
 
 
 def plot_differences(difference: dict[str, dict], path: str | Path) -> None:
-    """Draws each metric's difference with its 95 % interval, one panel per scale; difference: of `sft.metrics.compare`."""
+    """Draws each metric's difference with its 95 % interval, as `sft.metrics.compare` gives them, by scale."""
     panels = {scale: [name for name in names if name in difference] for scale, names in SCALES.items()}
     panels = {scale: names for scale, names in panels.items() if names}
     heights = [len(names) + 1.2 for names in panels.values()]

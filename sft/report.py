@@ -73,8 +73,8 @@ def join_predictions(
     the answer (None without generation) under `base` and `adapter`, then `…_nll`, `…_stopped`, and all of
     `sft.metrics.score_row` under `…_scores`, as `sft.metrics.compare` takes them.
 
-    rows: the held-out rows with those first five columns. base_rows, adapter_rows: of `sft.metrics.evaluate_generations`
-    or `evaluate_losses`.
+    rows: held-out rows with those first five columns. base_rows, adapter_rows: what `sft.metrics.evaluate_generations`
+    or `evaluate_losses` gives for each row.
     """
     predictions = []
     for index, (row, base, adapter) in enumerate(zip(rows, base_rows, adapter_rows, strict=True)):
@@ -98,7 +98,7 @@ def build_report(
     simulated: bool = False,
     times: dict | None = None,
 ) -> dict:
-    """Returns report.json: figures of base and adapter, their differences in numbers and words, and all facts of the run.
+    """Returns report.json: figures of base and adapter, what their differences show, and all facts of the run.
 
     predictions: of `join_predictions`. manifest: of the data set that the rows came from. simulated: whether this
     evaluation, too, ran on simulated hardware. Everything but `times` is the same for each evaluation of the same run.
@@ -141,7 +141,7 @@ def build_report(
 
 
 def write_report(directory: str | Path, report: dict, predictions: Sequence[dict], metrics: Sequence[dict]) -> None:
-    """Writes predictions.jsonl, the plots loss, differences and length_loss (.png), report.md, report.zh-CN.md, report.json.
+    """Writes predictions.jsonl, three plots, report.md, report.zh-CN.md, report.json.
 
     metrics: the records of the run's metrics.jsonl. report.json comes last: where it is, the rest is whole.
     """
@@ -252,7 +252,7 @@ def render_words(report: dict, language: str = "en") -> str:
 
 
 def _read_lines(path: Path) -> list[dict]:
-    """Returns the objects of a .jsonl file, none when it does not exist; a last line still being written is left out."""
+    """Returns the objects of a .jsonl file, none when it does not exist; a last line without an end is left out."""
     if not path.is_file():
         return []
     rows = []
@@ -309,7 +309,8 @@ def _facts(report: dict, say) -> list[tuple[str, str]]:
             "parameters": say("parameters_value", trainable=trainable, total=total, share=trainable / total),
             "steps": say("steps_value", **values),
             "train_loss": say("train_loss_value", **values),
-            "hardware": f"{summary['world_size']} × {environment['device_name']}, {summary['backend']}, {provenance['base_dtype']}",
+            "hardware": f"{summary['world_size']} × {environment['device_name']}, {summary['backend']}",
+            "weights": provenance["base_dtype"],
             "cost": say("cost_value", peak=peaks, **values),
         }
     facts["versions"] = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())

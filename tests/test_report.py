@@ -270,7 +270,8 @@ def test_simulated_hardware_is_named_at_the_top_in_both_languages(run, predictio
 @pytest.mark.parametrize("language", ["en", "zh-CN"])
 def test_report_tells_what_was_trained_and_on_what(run, predictions, language):
     text = render_report(build_report(run, predictions, MANIFEST), language)
-    for fact in ("models/SmolLM2-135M-Instruct", "q_proj, k_proj, v_proj, o_proj", "460,800", "134,975,808", "outputs/demo/dataset",
+    for fact in ("models/SmolLM2-135M-Instruct", "q_proj, k_proj, v_proj, o_proj", "460,800", "134,975,808",
+                 "outputs/demo/dataset", "float32",
                  "a" * 64, "b" * 64, "361", "380", "20,123", "0.0002", "91", "3.1234", "2.0123", "gloo", "torch 2.13.0",
                  "![differences](differences.png)", "![loss](loss.png)", "![length and loss](length_loss.png)"):  # fmt: skip
         assert fact in text, fact

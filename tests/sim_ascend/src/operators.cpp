@@ -284,25 +284,21 @@ public:
 private:
     void choose(const OperatorHandle& op)
     {
-        const bool composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
         const bool own = op.hasKernelForDispatchKey(DispatchKey::PrivateUse1);
         const bool own_autograd = op.hasKernelForDispatchKey(DispatchKey::AutogradPrivateUse1);
         if (stays_with_torch_npu(op.schema())) {
             if (own || own_autograd) note("torch_npu", op);
             return;
         }
-        if (composite) {
-            // matmul and others are composites that torch_npu replaced, partly with backward functions that only CANN has.
-            if (own) use_stock(op, DispatchKey::PrivateUse1, DispatchKey::CPU, "composite");
-            if (own_autograd) use_stock(op, DispatchKey::AutogradPrivateUse1, DispatchKey::AutogradCPU, "composite autograd");
-            return;
-        }
+        // torch_npu replaced some composites (matmul, softmax, ...) and autograd formulas with ones that end in operators
+        // that only CANN has. What torch has for the CPU is right for a card whose operators are the CPU's.
         if (own_autograd) use_stock(op, DispatchKey::AutogradPrivateUse1, DispatchKey::AutogradCPU, "stock autograd");
         if (op.hasKernelForDispatchKey(DispatchKey::CPU) || op.schema().name() == "aten::copy_") {
             note("CPU", op);
             library_.impl(full_name(op), DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-        } else if (own && op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd)) {
-            use_stock(op, DispatchKey::PrivateUse1, DispatchKey::CPU, "composite explicit");
+        } else if (own && (op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+                           op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd))) {
+            use_stock(op, DispatchKey::PrivateUse1, DispatchKey::CPU, "stock composite");
         } else if (own) {
             note("torch_npu only", op);
         }

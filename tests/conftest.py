@@ -65,6 +65,22 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--at-least", type=int, default=0, help="fail when fewer tests than this passed")
+
+
+def pytest_sessionfinish(session, exitstatus) -> None:
+    """A suite that silently shrank is a failure: counted where the results of all workers come together."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    minimum = session.config.getoption("--at-least")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    passed = len(reporter.stats.get("passed", []))
+    if passed < minimum and exitstatus == 0:
+        reporter.write_line(f"only {passed} tests passed, at least {minimum} are expected", red=True)
+        session.exitstatus = 1
+
+
 @pytest.fixture(scope="session")
 def session_dir(tmp_path_factory, worker_id) -> Path:
     """A directory shared by all workers of this test session, so that they make the tiny model once."""
@@ -119,3 +135,55 @@ def dataset_dir(session_dir, tiny_model_dir) -> Path:
         )
 
     return once(session_dir / "dataset-380", make)
+
+
+@pytest.fixture(scope="session")
+def tiny_run_dir(session_dir, dataset_dir, tiny_model_dir) -> Path:
+    """A finished run of 91 steps at global batch 4 by one CPU process."""
+
+    def make(path: Path) -> None:
+        must(train("cpu_1", tiny_model_dir, dataset_dir, path))
+
+    return once(session_dir / "run-1x4", make)
+
+
+def train(config, model_dir, dataset_dir, run_dir, *argv, **options) -> subprocess.CompletedProcess:
+    """Launches train.py at global batch 4 with checkpoints at 30, 60 … and no trackers; later flags win."""
+    return launch(
+        config, "train.py", "--model_name_or_path", model_dir, "--dataset_dir", dataset_dir, "--output_dir", run_dir,
+        "--global_batch_size", 4, "--save_steps", 30, "--report_to", "none", *argv, **options,
+    )  # fmt: skip
+
+
+TIMES = {"tokens_per_s", "step_time_s", "peak_memory_bytes"}
+
+
+def numbers(run_dir: Path) -> list[dict]:
+    """The records of metrics.jsonl without what differs from one execution to the next."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def adapter(run_dir: Path) -> dict:
+    """The adapter's tensors of a run or checkpoint directory."""
+    from safetensors.torch import load_file
+
+    return load_file(str(Path(run_dir) / "adapter_model.safetensors"))
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training losses, one per step."""
+    return [record["loss"] for record in numbers(run_dir) if "loss" in record]
+
+
+def assert_same_numbers(first: Path, second: Path, relative: float = 1e-5) -> None:
+    """Two runs with the same losses at every step and the same adapter, up to summation order."""
+    import torch
+
+    one, two = losses(first), losses(second)
+    assert len(one) == len(two) > 0
+    assert max(abs(a / b - 1) for a, b in zip(one, two)) <= relative
+    first_adapter, second_adapter = adapter(first), adapter(second)
+    assert first_adapter.keys() == second_adapter.keys() and first_adapter
+    for name, tensor in first_adapter.items():
+        torch.testing.assert_close(tensor, second_adapter[name], rtol=0, atol=relative)

@@ -1,0 +1,84 @@
+"""Files appear whole or not at all."""
+
+import json
+import stat
+
+import pytest
+
+from sft import artifacts
+from sft.errors import UserError
+
+
+def test_hashes_of_equal_values_are_equal_and_known():
+    assert artifacts.sha256_text("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert artifacts.sha256_json({"b": 1, "a": [2]}) == artifacts.sha256_json({"a": [2], "b": 1})
+    assert artifacts.sha256_json({"a": 1}) != artifacts.sha256_json({"a": "1"})
+
+
+def test_a_written_file_replaces_the_old_one_whole(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    artifacts.write_json(path, {"a": "级"})
+    artifacts.write_json(path, {"a": 1})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
+    assert stat.S_IMODE(path.stat().st_mode) & 0o600 == 0o600
+
+
+def test_a_directory_appears_complete_or_not_at_all(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="stop"), artifacts.new_directory(target) as temporary:
+        (temporary / "half").write_text("x")
+        raise RuntimeError("stop")
+    assert list(tmp_path.iterdir()) == []
+    with artifacts.new_directory(target) as temporary:
+        (temporary / "whole").write_text("x")
+        assert not target.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_replacing_a_directory_keeps_the_old_one_until_the_new_is_complete(tmp_path):
+    target = tmp_path / "out"
+    with artifacts.new_directory(target) as temporary:
+        (temporary / "old").write_text("x")
+    with pytest.raises(UserError, match="exists already"), artifacts.new_directory(target):
+        pass
+    with pytest.raises(KeyboardInterrupt), artifacts.new_directory(target, replace=True) as temporary:
+        raise KeyboardInterrupt
+    assert [p.name for p in target.iterdir()] == ["old"]
+    with artifacts.new_directory(target, replace=True) as temporary:
+        (temporary / "new").write_text("x")
+    assert [p.name for p in target.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_not_a_data_set_is_said(tmp_path):
+    with pytest.raises(UserError, match="does not exist; make it with data_prep.py"):
+        artifacts.read_manifest(tmp_path / "none")
+    with pytest.raises(UserError, match=r"holds no manifest\.json"):
+        artifacts.read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        artifacts.read_manifest(tmp_path)
+    with pytest.raises(UserError, match="has no train split"):
+        artifacts.load_split(tmp_path, "train")
+
+
+def test_tokenizer_and_template_hashes_tell_changes_apart(tiny_tokenizer_dir):
+    from transformers import AutoTokenizer
+
+    first, second = (AutoTokenizer.from_pretrained(str(tiny_tokenizer_dir)) for _ in range(2))
+    assert artifacts.tokenizer_sha256(first) == artifacts.tokenizer_sha256(second)
+    second.add_tokens(["<extra>"])
+    assert artifacts.tokenizer_sha256(first) != artifacts.tokenizer_sha256(second)
+    second.chat_template = second.chat_template + " "
+    assert artifacts.template_sha256(first) != artifacts.template_sha256(second)
+
+
+def test_model_hash_follows_config_and_weights_but_not_the_place(tmp_path):
+    for name, size in (("one", 8), ("two", 8), ("three", 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"0" * size)
+    one, two, three = (artifacts.model_sha256(str(tmp_path / name)) for name in ("one", "two", "three"))
+    assert one == two != three
+    assert artifacts.model_sha256("owner/name") is None

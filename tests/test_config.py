@@ -1,0 +1,109 @@
+"""Settings from flags and YAML."""
+
+import pytest
+
+from sft.config import TrainConfig, parse
+from sft.errors import UserError
+
+REQUIRED = ["--model_name_or_path", "m", "--dataset_dir", "d", "--output_dir", "o"]
+
+
+def write(tmp_path, text: str) -> str:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_defaults_are_those_of_the_reference_run():
+    settings = parse(TrainConfig, REQUIRED)
+    assert (settings.lora_r, settings.lora_alpha, settings.lora_dropout) == (8, 16, 0.0)
+    assert settings.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (settings.per_device_train_batch_size, settings.max_grad_norm) == (1, 1.0)
+    assert (settings.learning_rate, settings.lr_scheduler_type, settings.warmup_ratio) == (2e-4, "cosine", 0.03)
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
+    path = write(tmp_path, "learning_rate: 2e-5\nlora_r: 16\nseed: 7\n")
+    settings = parse(TrainConfig, [*REQUIRED, "--config", path, "--seed", "8"])
+    assert (settings.learning_rate, settings.lora_r, settings.seed) == (2e-5, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--gradient_checkpointing"], True),
+        (["--gradient_checkpointing", "false"], False),
+        (["--no_gradient_checkpointing"], False),
+        (["--gradient_checkpointing=true"], True),
+    ],
+)
+def test_switches_take_all_usual_forms(flags, expected):
+    assert parse(TrainConfig, [*REQUIRED, *flags]).gradient_checkpointing is expected
+
+
+def test_lists_take_several_words():
+    assert parse(TrainConfig, [*REQUIRED, "--target_modules", "q_proj", "v_proj"]).target_modules == [
+        "q_proj",
+        "v_proj",
+    ]
+
+
+def test_none_is_a_value_where_the_field_allows_it(tmp_path):
+    path = write(tmp_path, "max_steps: null\nresume_from_checkpoint: none\n")
+    settings = parse(TrainConfig, [*REQUIRED, "--config", path])
+    assert settings.max_steps is None and settings.resume_from_checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lerning_rate", "1"], r"--lerning_rate; did you mean learning_rate\?"),
+        (["stray"], "unknown argument stray"),
+        (["--learning_rate", "fast"], "learning_rate is 'fast'; expected a number"),
+        (["--lora_r", "1.5"], "lora_r is '1.5'; expected a whole number"),
+        (["--lora_r", "0"], "lora_r is 0; it must be at least 1"),
+        (["--learning_rate", "0"], "learning_rate is 0.0; it must be above 0"),
+        (["--learning_rate", "nan"], "learning_rate is nan"),
+        (["--lora_dropout", "1"], "lora_dropout is 1.0; it must be at least 0 and below 1"),
+        (["--dtype", "bf16"], r"dtype is 'bf16'; .*did you mean bfloat16\?"),
+        (["--report_to", "tensorbord"], r"report_to: 'tensorbord' .*did you mean tensorboard\?"),
+        (["--seed"], "argument --seed: expected one argument"),
+        (["--gradient_checkpointing", "maybe"], "gradient_checkpointing is 'maybe'; expected true or false"),
+    ],
+)
+def test_wrong_flags_are_named_with_the_remedy(flags, message):
+    with pytest.raises(UserError, match=message):
+        parse(TrainConfig, [*REQUIRED, *flags])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lora_rank: 8\n", r"unknown key 'lora_rank'; did you mean lora_r\?"),
+        ("lora_r: [8]\n", "lora_r is \\[8\\]; expected a whole number"),
+        ("seed:\n", "seed has no value"),
+        ("- seed\n", "holds a list; expected lines of the form"),
+        ("seed: 1\n  lora_r: 8\n", "not valid YAML: .*line 2, column"),
+        ("gradient_checkpointing: 3\n", "gradient_checkpointing is 3; expected true or false"),
+    ],
+)
+def test_wrong_yaml_is_named_with_its_file(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=message) as caught:
+        parse(TrainConfig, [*REQUIRED, "--config", path])
+    assert path in str(caught.value)
+
+
+def test_a_missing_file_and_missing_settings_are_said_at_once(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml: No such file"):
+        parse(TrainConfig, ["--config", str(tmp_path / "nowhere.yaml")])
+    with pytest.raises(UserError, match="missing: --model_name_or_path, --dataset_dir, --output_dir"):
+        parse(TrainConfig, [])
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(TrainConfig, ["--help"], "text")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in TrainConfig.__dataclass_fields__)

@@ -4,6 +4,7 @@ import os
 import platform
 import resource
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,6 +146,10 @@ def start(
         check_launch(promise, "cpu", int(os.environ.get("WORLD_SIZE", "1")))
     state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=ddp_timeout))
     check_launch(promise, state.device.type, state.num_processes)
+    if not (state.is_main_process and sys.stderr.isatty()):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     if state.device.type == "npu":
         _prepare_npu(ddp_timeout)
     project = ProjectConfiguration(project_dir=project_dir, logging_dir=project_dir) if project_dir else None

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 
 
@@ -16,6 +17,8 @@ class RunFailed(RuntimeError):
 
 def run(main: Callable[[], None]) -> None:
     """Calls `main`; a `UserError` or `RunFailed` becomes its message on stderr, without a traceback."""
+    # Libraries announce renamed arguments to their callers' authors; the versions are pinned, users can do nothing.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         main()
     except (UserError, RunFailed) as error:

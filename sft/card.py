@@ -37,3 +37,31 @@ base = AutoModelForCausalLM.from_pretrained("{provenance["model_name_or_path"]}"
 model = PeftModel.from_pretrained(base, "{settings["output_dir"]}")
 ```
 """
+
+
+def merged_card(origin: dict) -> str:
+    """Markdown for a merged model: what it was made from, how near it is to base + adapter, how to serve it."""
+    verified = origin["verified"]
+    return f"""---
+base_model: {origin["base_model"]}
+base_model_relation: finetune
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- sft
+---
+
+# {origin["base_model"]} with a LoRA adapter merged in
+
+| | |
+|---|---|
+| base | `{origin["base_model"]}` |
+| adapter | SHA-256 {origin["adapter_sha256"]}, r {origin["lora_r"]}, alpha {origin["lora_alpha"]}, on {", ".join(origin["target_modules"])} |
+| data set | SHA-256 {origin["dataset_sha256"]} |
+| weights | {origin["dtype"]}, {origin["merged_weights"]} of them changed |
+| verified | logits of {verified["tokens"]} tokens within {verified["largest_error"]:.1e} of base + adapter, as a share of the largest (allowed {verified["tolerance"]:.0e}); the adapter moves them by up to {verified["largest_change"]:.1e} |
+
+```bash
+vllm serve DIRECTORY --served-model-name NAME
+```
+"""

@@ -11,13 +11,13 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow
-import pyarrow.compute
 from tqdm import tqdm
 
 from sft.artifacts import (
@@ -48,6 +48,7 @@ from sft.records import (
 )
 
 BATCH = 1000  # rows that are in memory at once, in each worker
+PART = 200_000  # rows that are mapped into memory at once while they are encoded
 ROWS_PER_WORKER = 2000  # below that a second process costs more than it brings
 RECIPE_VERSION = 1  # to be raised when the same files and settings make another data set
 SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
@@ -82,6 +83,9 @@ NOTES = datasets.Features(
         "bands": datasets.Sequence(datasets.Value("uint32"), length=BANDS),
     }
 )
+ENCODED = datasets.Features({**COLUMNS, **NOTES})
+NUMBERS = ["source", "line", "length", "target_tokens", "full_length", "truncated"]
+NUMBERS += ["question_hash", "answer_hash", "row_hash"]
 
 
 @dataclass
@@ -139,26 +143,26 @@ def main(argv: list[str] | None = None) -> None:
     with new_directory(output, replace=output.exists()) as directory:
         work = directory / "work"
         work.mkdir()
-        rows, read = read_sources(config, sources, work / "rows.arrow")
-        encoded = encode_rows(config, rows, tokenizer, work / "encoded.arrow")
-        kept, held_out, found = sort_rows(config, sources, encoded)
+        parts, read = read_sources(config, sources, work)
+        files = encode_rows(config, parts, tokenizer)
+        notes = read_notes(files)
+        kept, held_out, found = sort_rows(config, sources, files, notes)
         found["rejected"] = sorted(read.pop("rejected") + found["rejected"], key=lambda row: (row["file"], row["line"]))
         refuse(config, found, len(kept), held_out)
-        for name, chosen in (("train", kept[~held_out]), ("eval", kept[held_out])):
-            encoded.select(chosen).select_columns(list(COLUMNS)).save_to_disk(str(directory / name))
+        split = {"train": kept[~held_out], "eval": kept[held_out]}
+        dataset_sha256 = write_splits(files, split, directory)
+        shutil.rmtree(work)
         manifest = {
             **read,
-            "rows_written": {"train": int((~held_out).sum()), "eval": int(held_out.sum())},
+            "rows_written": {name: len(rows) for name, rows in split.items()},
             **found,
-            **count_tokens(encoded, kept, held_out),
+            **count_tokens(notes, split),
             **{name: getattr(config, name) for name in ("max_length", "eval_fraction", "seed", "model_name_or_path")},
             **{name: recipe[name] for name in ("source_sha256", "tokenizer_sha256", "template_sha256")},
-            "dataset_sha256": hash_dataset(directory),
+            "dataset_sha256": dataset_sha256,
             "versions": library_versions(),
             "recipe": recipe,
         }
-        del rows, encoded  # they are mapped from `work`
-        shutil.rmtree(work)
         write_json(directory / "manifest.json", manifest)
     print_summary(config, manifest, tokenizer)
 
@@ -202,40 +206,47 @@ def is_up_to_date(config: PrepConfig, recipe: dict) -> bool:
     return True
 
 
-def read_sources(config: PrepConfig, sources: list[Source], path: Path) -> tuple[datasets.Dataset, dict]:
-    """All usable rows as an Arrow file at `path`, and the first part of the manifest. Raises: UserError."""
-    names, rejected, rows, cut_turns = set(), [], 0, 0
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, READ) as writer:
-        batch: list[dict] = []
-        for number, source in enumerate(sources):
-            unknown, before = [], rows
-            bar = tqdm(read_rows(source, config.encoding), f"Reading {source.path}", unit=" rows", disable=None)
-            for line, row in bar:
-                rows += 1
-                try:
-                    dialogue = read_dialogue(row, config.question_column, config.answer_column, config.system_prompt)
-                except RowError as error:
-                    rejected.append({"file": source.path, "line": line, "reason": str(error)})
-                    unknown += [str(error)] if isinstance(error, UnknownFields) else []
-                    continue
-                cut_turns += dialogue.cut_turns
-                row_id = unique_name(dialogue.id or f"{Path(source.path).name}:{line}", names)
-                messages = json.dumps(dialogue.messages, ensure_ascii=False)
-                batch.append({"source": number, "line": line, "id": row_id, "messages": messages})
-                if len(batch) == BATCH:
-                    writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, READ))
-                    batch = []
-            if unknown and len(unknown) == rows - before:
-                raise UserError(
-                    f"{source.path}: {unknown[0]}; the schemas known are {SCHEMAS}; if the fields have other names, say "
-                    "which: --question_column Q --answer_column A"
-                )
-        writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, READ))
+def read_sources(config: PrepConfig, sources: list[Source], work: Path) -> tuple[list[Path], dict]:
+    """All usable rows as Arrow files of at most PART rows, and the first part of the manifest. Raises: UserError."""
+    read = {"rows_read": 0, "rejected": [], "cut_turns": 0}
+    rows = usable_rows(config, sources, read)
+    parts = []
+    while batch := list(itertools.islice(rows, BATCH)):
+        parts.append(work / f"rows-{len(parts):05}.arrow")
+        with pyarrow.OSFile(str(parts[-1]), "wb") as file, pyarrow.ipc.new_stream(file, READ) as writer:
+            rest = itertools.islice(rows, PART - BATCH)
+            while batch:
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, READ))
+                batch = list(itertools.islice(rest, BATCH))
     listed = ", ".join(source.path for source in sources)
-    if not rows:
+    if not read["rows_read"]:
         raise UserError(f"{listed}: no rows; expected at least one question with its answer")
-    print(f"read {rows:,} rows from {listed}")
-    return datasets.Dataset.from_file(str(path)), {"rows_read": rows, "rejected": rejected, "cut_turns": cut_turns}
+    print(f"read {read['rows_read']:,} rows from {listed}")
+    return parts, read
+
+
+def usable_rows(config: PrepConfig, sources: list[Source], read: dict) -> Iterator[dict]:
+    """The rows that can be used, in the form of READ; counts all and notes the others in `read`. Raises: UserError."""
+    taken: set[int] = set()
+    for number, source in enumerate(sources):
+        before, unknown = read["rows_read"], []
+        for line, row in tqdm(read_rows(source, config.encoding), f"Reading {source.path}", unit=" rows", disable=None):
+            read["rows_read"] += 1
+            try:
+                dialogue = read_dialogue(row, config.question_column, config.answer_column, config.system_prompt)
+            except RowError as error:
+                read["rejected"].append({"file": source.path, "line": line, "reason": str(error)})
+                unknown += [str(error)] if isinstance(error, UnknownFields) else []
+                continue
+            read["cut_turns"] += dialogue.cut_turns
+            row_id = unique_name(dialogue.id or f"{Path(source.path).name}:{line}", taken)
+            messages = json.dumps(dialogue.messages, ensure_ascii=False)
+            yield {"source": number, "line": line, "id": row_id, "messages": messages}
+        if unknown and len(unknown) == read["rows_read"] - before:
+            raise UserError(
+                f"{source.path}: {unknown[0]}; the schemas known are {SCHEMAS}; if the fields have other names, say "
+                "which: --question_column Q --answer_column A"
+            )
 
 
 def unique_name(name: str, taken: set[int]) -> str:
@@ -248,24 +259,29 @@ def unique_name(name: str, taken: set[int]) -> str:
     return unique
 
 
-def encode_rows(config: PrepConfig, rows: datasets.Dataset, tokenizer, path: Path) -> datasets.Dataset:
-    """Each row with its tokens, or with the reason why it has none, in the order of `rows`."""
-    processes = min(config.num_proc or len(os.sched_getaffinity(0)), 1 + len(rows) // ROWS_PER_WORKER)
-    if processes > 1:  # one thread in each process, and no warning about forking
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return rows.map(
-        encode_batch,
-        batched=True,
-        batch_size=BATCH,
-        fn_kwargs={"tokenizer": tokenizer, "config": config},
-        remove_columns=rows.column_names,
-        features=datasets.Features({**COLUMNS, **NOTES}),
-        num_proc=processes if processes > 1 else None,
-        cache_file_name=str(path),
-        new_fingerprint="encoded",  # else the tokenizer is hashed for a cache that is not used
-        load_from_cache_file=False,
-        desc="Encoding",
-    )
+def encode_rows(config: PrepConfig, parts: list[Path], tokenizer) -> list[str]:
+    """Arrow files that hold each row with its tokens, or with the reason why it has none, in the order of the rows."""
+    files = []
+    for number, part in enumerate(parts, 1):
+        rows = datasets.Dataset.from_file(str(part))
+        processes = min(config.num_proc or len(os.sched_getaffinity(0)), 1 + len(rows) // ROWS_PER_WORKER)
+        if processes > 1:  # one thread in each process, and no warning about forking
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        encoded = rows.map(
+            encode_batch,
+            batched=True,
+            batch_size=BATCH,
+            fn_kwargs={"tokenizer": tokenizer, "config": config},
+            remove_columns=rows.column_names,
+            features=ENCODED,
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(part.with_name(f"encoded-{number:05}.arrow")),
+            new_fingerprint="encoded",  # else the tokenizer is hashed for a cache that is not used
+            load_from_cache_file=False,
+            desc="Encoding" + (f" part {number} of {len(parts)}" if len(parts) > 1 else ""),
+        )
+        files += [file["filename"] for file in encoded.cache_files]
+    return files
 
 
 def encode_batch(batch: dict[str, list], tokenizer, config: PrepConfig) -> pyarrow.Table:
@@ -294,7 +310,7 @@ def encode_batch(batch: dict[str, list], tokenizer, config: PrepConfig) -> pyarr
         "row_hash": [hash_text(messages) for messages in batch["messages"]],
         "bands": pyarrow.FixedSizeListArray.from_arrays(bands.reshape(-1), BANDS),
     }
-    return pyarrow.table(columns, schema=datasets.Features({**COLUMNS, **NOTES}).arrow_schema)
+    return pyarrow.table(columns, schema=ENCODED.arrow_schema)
 
 
 def contents(messages: list[dict], role: str) -> list[str]:
@@ -319,59 +335,89 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def stream(files: list[str], columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
+    """Some columns of the files, batch by batch, read rather than mapped: pages of a mapping stay in memory."""
+    for path in files:
+        with pyarrow.OSFile(path) as file, pyarrow.ipc.open_stream(file) as batches:
+            for batch in batches:
+                yield batch.select(columns)
+
+
+def read_notes(files: list[str]) -> dict[str, np.ndarray]:
+    """The columns of NUMBERS for all rows, each as one array (rows,), and `bands` (rows, BANDS)."""
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in [*NUMBERS, "bands"]}
+    for batch in stream(files, [*NUMBERS, "bands"]):
+        for name in NUMBERS:
+            pieces[name].append(batch.column(name).to_numpy(zero_copy_only=False))
+        pieces["bands"].append(np.asarray(batch.column("bands").flatten()).reshape(-1, BANDS))
+    return {name: np.concatenate(arrays) for name, arrays in pieces.items()}
+
+
+def take(files: list[str], rows: np.ndarray, columns: list[str]) -> dict[int, dict]:
+    """row → values of some columns, in one pass over the files."""
+    rows, taken, first = np.unique(rows), {}, 0
+    for batch in stream(files, columns) if len(rows) else ():
+        here = rows[slice(*np.searchsorted(rows, [first, first + len(batch)]))]
+        taken.update(zip(here.tolist(), batch.take(pyarrow.array(here - first)).to_pylist()))
+        first += len(batch)
+    return taken
+
+
 def sort_rows(
-    config: PrepConfig, sources: list[Source], encoded: datasets.Dataset
+    config: PrepConfig, sources: list[Source], files: list[str], notes: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, dict]:
-    """Indices of the rows that are kept, which of them are held out (mask over these), and what is to be told."""
-
-    def column(name: str) -> np.ndarray:
-        return encoded.data.column(name).to_numpy()
-
-    source, line = column("source"), column("line")
+    """Rows that are kept, which of them are held out (mask over these), and what the manifest tells about the others."""
 
     def place(row: int) -> dict:
-        return {"file": sources[source[row]].path, "line": int(line[row])}
+        return {"file": sources[notes["source"][row]].path, "line": int(notes["line"][row])}
 
     def name(row: int) -> str:
         return "{file}:{line}".format(**place(row))
 
-    everything = np.arange(len(encoded))
-    refused = np.asarray(pyarrow.compute.not_equal(encoded.data.column("reason"), ""))
-    good = everything[~refused]
-    _, first, group = np.unique(column("row_hash")[good], return_index=True, return_inverse=True)
+    good = np.flatnonzero(notes["length"] > 0)
+    _, first, group = np.unique(notes["row_hash"][good], return_index=True, return_inverse=True)
     kept = good[np.sort(first)]
     original = good[first][group.reshape(-1)]
-    asked = column("question_hash")[kept]
+    asked = notes["question_hash"][kept]
     held_out = choose_held_out(asked, config.eval_fraction)
-    cut = kept[column("truncated")[kept]]
-    full_length = column("full_length")
+    cut = kept[notes["truncated"][kept]]
+    refused = take(files, np.flatnonzero(notes["length"] == 0), ["reason"])
+    conflicts = [kept[rows] for rows in find_conflicts(asked, notes["answer_hash"][kept])]
+    questions = take(files, np.array([rows[0] for rows in conflicts], dtype=int), ["question"])
     found = {
-        "rejected": [{**place(row), "reason": encoded[int(row)]["reason"]} for row in everything[refused]],
+        "rejected": [{**place(row), **reason} for row, reason in refused.items()],
         "truncated": len(cut),
-        "truncated_rows": [{**place(row), "tokens": int(full_length[row])} for row in cut],
+        "truncated_rows": [{**place(row), "tokens": int(notes["full_length"][row])} for row in cut],
         "duplicates": len(good) - len(kept),
         "duplicate_rows": [{**place(row), "same_as": name(same)} for row, same in zip(good, original) if row != same],
-        "conflicting": [
-            {"question": encoded[int(kept[rows[0]])]["question"], "rows": [name(kept[row]) for row in rows]}
-            for rows in find_conflicts(asked, column("answer_hash")[kept])
-        ],
-        "leaks": [],
+        "conflicting": [{**questions[int(rows[0])], "rows": [name(row) for row in rows]} for rows in conflicts],
+        "leaks": find_leaks(files, kept, held_out, notes["bands"][kept]),
     }
-    if held_out.any():
-        bands = np.asarray(encoded.data.column("bands").combine_chunks().values).reshape(-1, BANDS)[kept]
-        asks = encoded.select_columns(["asks"])
-        for row, other, score in find_near(held_out, bands, lambda rows: asks[kept[rows]]["asks"]):
-            pair = encoded.select_columns(["id", "question"])[[kept[row], kept[other]]]
-            held, trained = ({"id": i, "question": question} for i, question in zip(pair["id"], pair["question"]))
-            found["leaks"].append({"held_out": held, "train": trained, "kind": "near", "similarity": round(score, 3)})
     return kept, held_out, found
 
 
-def find_conflicts(asked: np.ndarray, answers: np.ndarray) -> list[np.ndarray]:
-    """Groups of rows that ask the same and answer differently, as arrays of row numbers."""
-    order = np.argsort(asked, kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(asked[order])) + 1) if len(np.unique(asked)) < len(asked) else []
-    return [rows for rows in groups if len(rows) > 1 and len(np.unique(answers[rows])) > 1]
+def find_leaks(files: list[str], kept: np.ndarray, held_out: np.ndarray, bands: np.ndarray) -> list[dict]:
+    """Held-out questions that stand nearly the same in the training rows; those that are the same are held out together."""
+
+    def read_questions(rows: np.ndarray) -> list[str]:
+        asks = take(files, kept[rows], ["asks"])
+        return [asks[row]["asks"] for row in kept[rows].tolist()]
+
+    near = find_near(held_out, bands, read_questions)
+    shown = take(files, kept[[row for pair in near for row in pair[:2]]], ["id", "question"])
+    return [
+        {"held_out": shown[kept[row]], "train": shown[kept[other]], "kind": "near", "similarity": round(score, 3)}
+        for row, other, score in near
+    ]
+
+
+def find_conflicts(asked: np.ndarray, answers: np.ndarray) -> list[list[int]]:
+    """Groups of rows that ask the same and answer differently, as row numbers."""
+    _, group, sizes = np.unique(asked, return_inverse=True, return_counts=True)
+    groups: dict[int, list[int]] = {}
+    for row in np.flatnonzero(sizes[group] > 1).tolist():
+        groups.setdefault(int(group[row]), []).append(row)
+    return [rows for rows in groups.values() if len(np.unique(answers[rows])) > 1]
 
 
 def refuse(config: PrepConfig, found: dict, kept: int, held_out: np.ndarray) -> None:
@@ -397,13 +443,12 @@ def describe(lines: list[str]) -> str:
     return "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
 
 
-def count_tokens(encoded: datasets.Dataset, kept: np.ndarray, held_out: np.ndarray) -> dict:
+def count_tokens(notes: dict[str, np.ndarray], split: dict[str, np.ndarray]) -> dict:
     """The manifest's figures about tokens."""
-    length, targets = (encoded.data.column(name).to_numpy()[kept] for name in ("length", "target_tokens"))
-    split = {"train": ~held_out, "eval": held_out}
+    length = notes["length"][np.concatenate(list(split.values()))]
     return {
-        "tokens": {name: int(length[rows].sum()) for name, rows in split.items()},
-        "target_tokens": {name: int(targets[rows].sum()) for name, rows in split.items()},
+        "tokens": {name: int(notes["length"][rows].sum()) for name, rows in split.items()},
+        "target_tokens": {name: int(notes["target_tokens"][rows].sum()) for name, rows in split.items()},
         "length": {
             "min": int(length.min()),
             "median": int(np.percentile(length, 50)),
@@ -413,19 +458,47 @@ def count_tokens(encoded: datasets.Dataset, kept: np.ndarray, held_out: np.ndarr
     }
 
 
-def hash_dataset(directory: Path) -> str:
-    """SHA-256 over ids, input_ids and labels of both splits in order, whatever the layout of the Arrow files."""
-    parts = []
-    for name in ("train", "eval"):
+def write_splits(files: list[str], split: dict[str, np.ndarray], directory: Path) -> str:
+    """Writes each split as a directory that `datasets` loads.
+
+    Returns the SHA-256 over ids, input_ids and labels of the splits in order, whatever the layout of the Arrow files.
+    """
+    hashes = []
+    for name, rows in split.items():
         digests = {column: hashlib.sha256() for column in ("id", "input_ids", "labels")}
-        for batch in load_split(directory, name).with_format("arrow").iter(BATCH):
-            digests["id"].update("".join(f"{row_id}\n" for row_id in batch["id"].to_pylist()).encode())
-            for column in ("input_ids", "labels"):
-                values = batch[column].combine_chunks()
-                digests[column].update(np.asarray(values.value_lengths(), dtype="<i4").tobytes())
-                digests[column].update(np.asarray(values.flatten(), dtype="<i4").tobytes())
-        parts.append([name, *(digest.hexdigest() for digest in digests.values())])
-    return sha256_json(parts)
+        new_file, first = directory / f"{name}.arrow", 0
+        with pyarrow.OSFile(str(new_file), "wb") as file, pyarrow.ipc.new_stream(file, COLUMNS.arrow_schema) as writer:
+            for batch in stream(files, list(COLUMNS)):
+                here = rows[slice(*np.searchsorted(rows, [first, first + len(batch)]))] - first
+                first += len(batch)
+                if len(here):
+                    chosen = batch.take(pyarrow.array(here)).replace_schema_metadata(COLUMNS.arrow_schema.metadata)
+                    writer.write_batch(chosen)
+                    add_hashes(digests, chosen)
+        hashes.append([name, *(digest.hexdigest() for digest in digests.values())])
+        # `datasets` writes the files that describe one row, and all rows, which were never in memory at once, replace it.
+        blank = {
+            "id": "",
+            "input_ids": [],
+            "labels": [],
+            "length": 0,
+            "target_tokens": 0,
+            "question": "",
+            "reference": "",
+        }
+        frame = pyarrow.Table.from_pylist([blank], schema=COLUMNS.arrow_schema)
+        datasets.Dataset(frame, fingerprint=sha256_json(hashes)[:16]).save_to_disk(str(directory / name))
+        (data_file,) = (directory / name).glob("*.arrow")
+        new_file.replace(data_file)
+    return sha256_json(hashes)
+
+
+def add_hashes(digests: dict, batch: pyarrow.RecordBatch) -> None:
+    digests["id"].update("".join(f"{row_id}\n" for row_id in batch.column("id").to_pylist()).encode())
+    for name in ("input_ids", "labels"):
+        values = batch.column(name)
+        digests[name].update(np.asarray(values.value_lengths(), dtype="<i4").tobytes())
+        digests[name].update(np.asarray(values.flatten(), dtype="<i4").tobytes())
 
 
 def print_summary(config: PrepConfig, manifest: dict, tokenizer) -> None:

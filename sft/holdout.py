@@ -86,15 +86,13 @@ def find_near(
     row, other = row[order], other[order]
     close = np.arange(len(row)) - np.searchsorted(row, row) < CANDIDATES
     row, other = row[close], other[close]
+    needed = np.unique(np.concatenate([row, other]))
+    text = dict(zip(needed.tolist(), read_questions(needed)))
     best: dict[int, tuple[int, float]] = {}
-    for first in range(0, len(row), 10_000):
-        piece = slice(first, first + 10_000)
-        needed = np.unique(np.concatenate([row[piece], other[piece]]))
-        text = dict(zip(needed.tolist(), read_questions(needed)))
-        for one, two in zip(row[piece].tolist(), other[piece].tolist()):
-            score = similarity(text[one], text[two])
-            if score >= NEAR and score > best.get(one, (0, 0.0))[1]:
-                best[one] = (two, score)
+    for one, two in zip(row.tolist(), other.tolist()):
+        score = similarity(text[one], text[two])
+        if score >= NEAR and score > best.get(one, (0, 0.0))[1]:
+            best[one] = (two, score)
     return [(one, two, score) for one, (two, score) in best.items()]
 
 

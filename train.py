@@ -17,7 +17,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -29,15 +28,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import artifacts, batching, checkpoint, config, evaluation, modeling
+from sft import artifacts, batching, checkpoint, config, evaluation, modeling, weights
 from sft.card import model_card
 from sft.config import TrainConfig
 from sft.errors import RunFailed, UserError
 from sft.journal import Journal, check_trackers, read_metrics
+from sft.watchdog import Watchdog
 
 
 def main() -> None:
     settings = config.parse(TrainConfig, description=__doc__)
+    launcher_pid = device.launcher_pid()
     manifest = artifacts.read_manifest(settings.dataset_dir)
     check_trackers(settings.report_to)
     run_dir = Path(settings.output_dir)
@@ -68,8 +69,9 @@ def main() -> None:
 
     # The frozen base with its adapter. Accelerate wraps model and optimizer for the ranks and deals out the batches.
     base = modeling.load_base(
-        settings.model_name_or_path, dtype, accelerator.device, settings.attn_implementation, settings.trust_remote_code
-    )
+        settings.model_name_or_path, dtype, accelerator.device, settings.attn_implementation, settings.trust_remote_code,
+        empty=device.is_sharded(accelerator),
+    )  # fmt: skip
     peft_model = put_adapter_on(base, settings)
     if resumed:
         checkpoint.restore_adapter(resumed, peft_model)
@@ -82,6 +84,7 @@ def main() -> None:
     )
     model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens)
     model, optimizer = accelerator.prepare(model, optimizer)
+    weights.fill_from_disk(model, settings.model_name_or_path, accelerator.device)
     if settings.auto_micro_batch:
         plan = fit_micro_batch(plan, model, train_rows, accelerator)
     first_step = resumed.step if resumed else 0
@@ -98,11 +101,16 @@ def main() -> None:
 
     environment = device.describe(accelerator)
     device.run_on_main(accelerator, lambda: begin_run(settings, run_dir, provenance, environment))
-    run = Run(
-        settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps, resumed
-    )
-    if train(run, loader, train_rows, first_step):
-        finish(run, sizes)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    with Watchdog(
+        run_dir, rank, ranks, settings.ddp_timeout, launcher_pid, lambda: last_checkpoint(run_dir)
+    ) as watchdog:
+        run = Run(
+            settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps,
+            resumed, watchdog,
+        )  # fmt: skip
+        if train(run, loader, train_rows, first_step):
+            finish(run, sizes)
     run.journal.close()
 
 
@@ -112,12 +120,12 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
     Raises: RunFailed on all ranks together when a loss or gradient is not finite, before the optimizer is touched.
     """
     settings, plan, accelerator, model, optimizer = run.settings, run.plan, run.accelerator, run.model, run.optimizer
+    watchdog = run.watchdog
     if first_step == 0 and settings.eval_on_start:
         run.evaluate(0)
     last_step = min(run.total_steps, settings.stop_at_step or run.total_steps)
     if first_step >= last_step:
         return first_step == run.total_steps
-    stop = StopRequest()
     batches = iter(loader)
     model.train()
     for step in range(first_step, last_step):
@@ -125,17 +133,19 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
         target_count, layout = plan.target_count(step), plan.layout(step)
         nll_sum = torch.zeros((), device=accelerator.device)
         for index, micro_batch in enumerate(layout):
+            watchdog.reached(step + 1, "forward")
             batch = next(batches)
             seed_dropout(settings, step, micro_batch[accelerator.process_index])
             no_sync = accelerator.no_sync(model) if index + 1 < len(layout) else contextlib.nullcontext()
             with no_sync, run.explained_memory(step, micro_batch):
                 nll = model(**batch).sum()
+                watchdog.reached(step + 1, "backward")
                 # DDP averages over the ranks: × world size makes it their sum, over the whole global batch's tokens.
                 accelerator.backward(nll * (plan.world_size / target_count))
             nll_sum += nll.detach()
 
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
-        ranks = exchange(accelerator, nll_sum, grad_norm, stop.requested)
+        ranks = exchange(accelerator, nll_sum, grad_norm, watchdog.stop_requested)
         if not np.isfinite(ranks).all():
             run.fail_on_non_finite(step, ranks, layout, train_rows)
         learning_rate = learning_rate_at(step, run.total_steps, settings)
@@ -169,11 +179,12 @@ class Run:
     """What a run has at hand: settings, plan, the prepared model and optimizer, its directory and its journal."""
 
     def __init__(
-        self, settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps, resumed
+        self, settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps, resumed,
+        watchdog,
     ):  # fmt: skip
         self.settings, self.run_dir, self.accelerator, self.plan = settings, run_dir, accelerator, plan
         self.provenance, self.model, self.peft_model, self.optimizer = provenance, model, peft_model, optimizer
-        self.eval_rows, self.total_steps = eval_rows, total_steps
+        self.eval_rows, self.total_steps, self.watchdog = eval_rows, total_steps, watchdog
         progress = resumed.progress if resumed else {}
         self.best = progress.get("best")  # {"step", "eval_loss"} of the lowest held-out loss so far
         self.train_time_s = progress.get("train_time_s", 0.0)
@@ -206,7 +217,8 @@ class Run:
         if len(self.eval_rows) == 0:
             return
         tokens = self.settings.per_device_train_batch_size * max(self.eval_rows["length"])
-        nll = evaluation.row_nll(self.model, self.eval_rows, self.accelerator, tokens)
+        self.watchdog.reached(step, "evaluation")
+        nll = evaluation.row_nll(self.model, self.eval_rows, self.accelerator, tokens, progress=self.watchdog)
         target_tokens = sum(self.eval_rows["target_tokens"])
         loss = float(nll.sum() / target_tokens)
         if step and (self.best is None or loss < self.best["eval_loss"]):
@@ -216,6 +228,7 @@ class Run:
     def save(self, step: int) -> None:
         """Writes checkpoint-<step>, then removes what is no longer kept. Every rank waits until it is complete."""
         progress = {"best": self.best, "train_time_s": self.train_time_s, "provenance": self.provenance}
+        self.watchdog.reached(step, "saving")
         self.accelerator.wait_for_everyone()
         is_main = self.accelerator.is_main_process
         checkpoint.save(self.run_dir, step, progress, self.model, self.peft_model, self.optimizer.optimizer, is_main)
@@ -237,7 +250,8 @@ class Run:
                 f"out of memory on rank {self.accelerator.process_index} ({self.accelerator.device}) in step {step + 1}, rows "
                 f"{rows} of {[int(self.plan.lengths[row]) for row in rows]} tokens; set gradient_checkpointing: true, or a "
                 f"smaller per_device_train_batch_size with global_batch_size: {self.plan.global_batch_size} (same result), or "
-                f"auto_micro_batch: true. {last_checkpoint(self.run_dir)}. The allocator said: {str(error).splitlines()[0]}"
+                f"auto_micro_batch: true. {last_checkpoint(self.run_dir)}. The allocator said: {(str(error).splitlines() or [''])[0]}",
+                here_only=True,
             ) from error
 
     def fail_on_non_finite(self, step: int, ranks: np.ndarray, layout: list[list[list[int]]], train_rows) -> None:
@@ -444,25 +458,6 @@ def exchange(accelerator, nll_sum: torch.Tensor, grad_norm: torch.Tensor, stop: 
     return accelerator.gather(mine[None]).double().cpu().numpy()
 
 
-class StopRequest:
-    """Notes SIGTERM and SIGINT, which schedulers and Ctrl-C send; a later second one ends the process at once.
-
-    Launchers pass on the signal that a terminal has sent to all already, so within a second both count as one.
-    """
-
-    def __init__(self):
-        self.requested = False
-        self.since = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.note)
-
-    def note(self, number, frame) -> None:
-        if self.requested and time.monotonic() - self.since > 1:
-            os._exit(128 + number)
-        if not self.requested:
-            self.requested, self.since = True, time.monotonic()
-
-
 def last_checkpoint(run_dir: Path) -> str:
     """Words for where a failed run can go on from."""
     found = checkpoint.directories(run_dir)
@@ -472,6 +467,7 @@ def last_checkpoint(run_dir: Path) -> str:
 def finish(run: Run, sizes: tuple[int, int]) -> None:
     """Leaves the adapter, its card, the plot and summary.json at the top of the run directory."""
     accelerator, run_dir = run.accelerator, run.run_dir
+    run.watchdog.reached(run.total_steps, "finishing")
     tensors = modeling.adapter_tensors(run.model, run.peft_model)
     peak = torch.tensor([device.peak_memory_bytes(accelerator.device)], device=accelerator.device)
     peaks = accelerator.gather(peak).tolist()

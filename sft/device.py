@@ -27,6 +27,11 @@ NPU_ENVIRONMENT = {
     "CPU_AFFINITY_CONF": "1",
     "HCCL_CONNECT_TIMEOUT": "600",
 }
+REFUSED_PARALLELISM = {  # reproduced in docs/parallelism.md
+    "TP": "tensor parallelism is not supported; use dp_shard_size (FSDP) instead",
+    "CP": "context parallelism computes wrong logits; set it to 1 and shorten max_length, or use more FSDP cards",
+    "SP": "sequence parallelism needs DeepSpeed, which is not supported; set it to 1",
+}
 HCCL_EXEC_TIMEOUT_DEFAULT_S = 1836  # HCCL docs: how long a started collective waits for its peers
 
 
@@ -34,6 +39,15 @@ def set_environment_defaults() -> None:
     """Sets what has to be in the environment before torch is imported; call it first thing in a script."""
     for name, value in NPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def launcher_pid() -> int | None:
+    """The process that started this rank, when that was torchrun or Accelerate: it passes signals on while it lives.
+
+    Ask before anything slow, so that a launcher which ends meanwhile is still known.
+    """
+    launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()  # set by one or the other
+    return os.getppid() if launched else None
 
 
 @dataclass(frozen=True)
@@ -155,6 +169,7 @@ def start(
     project = ProjectConfiguration(project_dir=project_dir, logging_dir=project_dir) if project_dir else None
     return Accelerator(
         cpu=use_cpu,
+        fsdp_plugin=sharding_plugin(state),
         log_with=[name for name in trackers if name != "none"] or None,
         project_config=project,
         dataloader_config=DataLoaderConfiguration(even_batches=False),
@@ -164,6 +179,42 @@ def start(
             InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
         ],
     )  # fmt: skip
+
+
+def sharding_plugin(state):
+    """Accelerate's FSDP2 plugin when the launch configuration asks for sharding, else None.
+
+    Raises: UserError for kinds of sharding that are known to lose or bend results.
+    """
+    sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in ("TP", "CP", "SP")}
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        sizes = {}
+    for name, size in sizes.items():
+        if size > 1:
+            raise UserError(f"parallelism_config_{name.lower()}_size is {size}: {REFUSED_PARALLELISM[name]}")
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError("fsdp_version is 1, under which PEFT saves adapters without a tensor; set fsdp_version: 2")
+    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise UserError("fsdp_offload_params is true, which is not supported; set it to false and use more cards")
+    import torch
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if state.device.type == "cpu" and state.use_distributed:
+        # Accelerate shards on cards only and would run DDP here without a word (accelerate 1.15, state.py).
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    half = {"bf16": "bfloat16", "fp16": "float16"}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # ranks read their own shards instead (sft/weights.py)
+    return FullyShardedDataParallelPlugin(
+        cpu_ram_efficient_loading=False,
+        # Accelerate's own policy would add up gradients and return the loss in half precision.
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=getattr(torch, half), reduce_dtype=torch.float32)
+        if half
+        else MixedPrecisionPolicy(),
+    )
 
 
 def any_card() -> bool:
@@ -227,6 +278,11 @@ def peak_memory_bytes(device) -> int:
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return getattr(torch, device.type).max_memory_allocated(device)
+
+
+def is_sharded(accelerator) -> bool:
+    """Whether each rank holds a part of the weights only (FSDP2)."""
+    return accelerator.is_fsdp2
 
 
 def is_simulated() -> bool:

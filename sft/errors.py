@@ -12,7 +12,14 @@ class UserError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run that cannot go on, explained: what happened where, what is intact, what to do. Exit status 1."""
+    """A run that cannot go on, explained: what happened where, what is intact, what to do. Exit status 1.
+
+    here_only: it happened on this rank alone, which therefore has to say so; otherwise all ranks raise it alike.
+    """
+
+    def __init__(self, message: str, here_only: bool = False):
+        super().__init__(message)
+        self.here_only = here_only
 
 
 def run(main: Callable[[], None]) -> None:
@@ -23,7 +30,13 @@ def run(main: Callable[[], None]) -> None:
         main()
     except (UserError, RunFailed) as error:
         rank = int(os.environ.get("RANK", "0"))
-        if rank:  # every rank usually fails alike: rank 0 speaks, the others only if it has not ended the job by then
-            time.sleep(5)
+        if rank and not (isinstance(error, RunFailed) and error.here_only):
+            time.sleep(5)  # rank 0 says the same; speak only if that has not ended the job by then
         print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
+    except Exception:
+        # Mostly the echo of another rank's end, a closed connection: that rank has the word, and the launcher ends
+        # this one meanwhile. If it does not, this is the cause, and its traceback follows.
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            time.sleep(5)
+        raise

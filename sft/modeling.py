@@ -3,14 +3,16 @@
 import contextlib
 import copy
 import json
+import math
 import os
 from pathlib import Path
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from packaging.version import Version
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -54,20 +56,27 @@ def load_base(
     device: torch.device | None = None,
     attn_implementation: str = "packed_sdpa",
     trust_remote_code: bool = False,
+    empty: bool = False,
 ) -> PreTrainedModel:
     """The base model with every weight frozen, its shards read straight to `device` in `dtype`.
 
+    empty: weights stay on the meta device until `weights.fill_from_disk` reads each rank's part of them.
     Raises: UserError when it cannot be found, or when its attention has features that the implementation would ignore.
     """
     register_packed_sdpa()
     with _explained_loading("model_name_or_path", name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
         check_attention(config, attn_implementation)
-        placement = {"device_map": {"": device}} if device is not None and device.type != "cpu" else {}
-        model = AutoModelForCausalLM.from_pretrained(
-            name_or_path, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
-            use_safetensors=True, **{DTYPE_ARGUMENT: dtype}, **placement,
-        )  # fmt: skip
+        arguments = {
+            "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code, DTYPE_ARGUMENT: dtype
+        }  # fmt: skip
+        if empty:
+            with init_empty_weights(include_buffers=False):  # buffers are computed, not stored
+                model = AutoModelForCausalLM.from_config(config, **arguments)
+            model.tie_weights()
+        else:
+            placement = {"device_map": {"": device}} if device is not None and device.type != "cpu" else {}
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, use_safetensors=True, **arguments, **placement)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
@@ -141,7 +150,6 @@ def add_lora(
 
     Raises: UserError when no layer has one of the names in target_modules.
     """
-    torch.manual_seed(seed)
     names = {name.rsplit(".", 1)[-1] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
     missing = [name for name in target_modules if name.rsplit(".", 1)[-1] not in names]
     if missing:
@@ -151,7 +159,16 @@ def add_lora(
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules), task_type="CAUSAL_LM", bias="none"
     )  # fmt: skip
-    return get_peft_model(base, config)
+    model = get_peft_model(base, config)
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in trainable_parameters(model).items():
+        start = torch.zeros(parameter.shape)
+        if "lora_A" in name:  # PEFT's distribution, but a function of the seed alone, whatever holds the base's weights
+            start.uniform_(-1 / math.sqrt(parameter.shape[1]), 1 / math.sqrt(parameter.shape[1]), generator=draw)
+        module, _, kind = name.rpartition(".")
+        device = "cpu" if parameter.is_meta else parameter.device
+        setattr(model.get_submodule(module), kind, torch.nn.Parameter(start.to(device)))
+    return model
 
 
 def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = False) -> PeftModel:
@@ -168,8 +185,10 @@ def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = Fal
         )
     with _explained_loading("adapter", name_or_path):
         try:
+            # On an empty base PEFT would copy the adapter's weights into meta tensors, which lose them.
+            empty = {"low_cpu_mem_usage": True, "torch_device": "cpu"} if next(base.parameters()).is_meta else {}
             return PeftModel.from_pretrained(
-                base, name_or_path, is_trainable=trainable, config=config, use_safetensors=True
+                base, name_or_path, is_trainable=trainable, config=config, use_safetensors=True, **empty
             )
         except RuntimeError as error:  # size mismatch, from load_state_dict
             raise UserError(
@@ -187,6 +206,8 @@ class TargetLoss(torch.nn.Module):
         super().__init__()
         self.model = model
         self.chunk_tokens = chunk_tokens
+        causal = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._no_split_modules = causal._no_split_modules  # tells FSDP which modules are the layers
 
     def forward(
         self,
@@ -262,9 +283,17 @@ def write_adapter(directory: Path, tensors: dict[str, Tensor], peft_model: PeftM
     settings["target_modules"] = sorted(settings["target_modules"])  # PEFT writes a set, in no particular order
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     file = directory / "adapter_model.safetensors"
-    save_file(tensors, str(file), metadata={"format": "pt"})
+    write_tensors(file, tensors)
     file.chmod(path.stat().st_mode & 0o777)  # safetensors makes files that only their owner may read
     verify_adapter(file, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a safetensors file. Raises: OSError, in place of the library's own error for a full disk."""
+    try:
+        save_file(tensors, str(file), metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def verify_adapter(file: Path, expected: dict[str, tuple[int, ...]]) -> None:

@@ -1,16 +1,24 @@
-"""Scoring rows with a model: the loss of each row, sharded over ranks, the same for any sharding."""
+"""Scoring rows with a model: the loss of each row and the answer to it, sharded over ranks, the same for any sharding."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
+from sft.artifacts import explained_writing
 from sft.batching import collate, deal_by_tokens
+from sft.encoding import IGNORED, encode_dialogue
 
 
 def row_nll(model: torch.nn.Module, dataset, accelerator, tokens_per_batch: int, progress=None) -> np.ndarray:
     """Σ nats over the target tokens of each row, (rows,) float64, equal on all ranks and for any number of them.
 
     model: a `TargetLoss`, prepared or not. Rows are dealt to ranks and packed up to tokens_per_batch tokens (a longer
-    row goes alone). Each rank fills its rows of a vector of zeros and one all-reduce adds them: no row is counted
+    row goes alone). `progress`, if any, is a bar over the rows of all ranks. Each rank fills its rows of a vector of zeros and one all-reduce adds them: no row is counted
     twice, no order is lost, and float32 sums with zeros are exact.
     """
     lengths = np.asarray(dataset["length"], dtype=np.int64)
@@ -33,7 +41,7 @@ def row_nll(model: torch.nn.Module, dataset, accelerator, tokens_per_batch: int,
             for position, row in enumerate(rows):
                 sums[row] = nll[torch.from_numpy(owner == position)].double().sum()
             if progress is not None:
-                progress.update(len(rows))
+                progress.update(sum(len(done) for rank_batches in batches for done in rank_batches[index : index + 1]))
     model.train(was_training)
     total = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
     return total.cpu().double().numpy()
@@ -51,3 +59,113 @@ def pack(rows: list[int], lengths: np.ndarray, tokens_per_batch: int) -> list[li
             batches.append([row])
             tokens = lengths[row]
     return batches
+
+
+def prompt_length(labels: list[int]) -> int:
+    """How many tokens of a row precede its last answer; the model is asked with these and answers from there."""
+    last = max(position for position, label in enumerate(labels) if label != IGNORED)
+    return next((position + 1 for position in range(last, -1, -1) if labels[position] == IGNORED), 0)
+
+
+def stop_token_ids(tokenizer, generation_config) -> list[int]:
+    """Token ids that end an answer: the one that the chat template puts after it, and every end of sequence that the
+    tokenizer and the model's generation_config know (models are trained to end with the one or with the other)."""
+    turn = encode_dialogue(
+        tokenizer, [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}], max_length=1 << 20
+    )
+    end_of_turn = next(label for label in reversed(turn.labels) if label != IGNORED)
+    configured = generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({end_of_turn, tokenizer.eos_token_id, *configured} - {None})
+
+
+@torch.no_grad()
+def generate(
+    model, prompts: list[list[int]], max_new_tokens: int, stop_ids: list[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Yields (index of the prompt, tokens of its answer) as soon as an answer ends, greedily, all prompts at once.
+
+    model: a causal language model of transformers, in eval mode, with an attention that takes a padding mask. An answer
+    ends with a stop token, which is kept, or at max_new_tokens; its row then leaves the batch and its cache. Prompts are
+    padded on the left; padding is masked and positions count from the first real token, so the others in the batch
+    move a row's logits by rounding only (about 1e-6 in fp32: a choice changes only where two tokens are that close).
+    Settings of the model's generation_config (temperature, repetition penalty) are left out: this is the plain argmax.
+    """
+    # transformers renamed the argument, and the field of the output with it.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    running = list(range(len(prompts)))
+    answers: list[list[int]] = [[] for _ in prompts]
+    cache = None
+    while running:
+        output = model(
+            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=True, logits_to_keep=1,
+            **{cache_name: cache},
+        )  # fmt: skip
+        cache = output[cache_name]
+        input_ids = output.logits[:, -1].argmax(dim=-1, keepdim=True)
+        stay = []
+        for place, (index, token) in enumerate(zip(running, input_ids[:, 0].tolist())):
+            answers[index].append(token)
+            if token in stop_ids or len(answers[index]) == max_new_tokens:
+                yield index, answers[index]
+            else:
+                stay.append(place)
+        mask = torch.cat([mask, mask.new_ones(len(running), 1)], dim=1)
+        position_ids = position_ids[:, -1:] + 1
+        if stay and len(stay) < len(running):
+            chosen = torch.tensor(stay, device=model.device)
+            cache.batch_select_indices(chosen)
+            input_ids, mask, position_ids = input_ids[chosen], mask[chosen], position_ids[chosen]
+        running = [running[place] for place in stay]
+
+
+class PartialResults:
+    """What has been scored so far, on disk: one line per row, appended at once, one file per rank.
+
+    After an interruption all ranks, of whatever number, find the union of these files; `key` names what a result was
+    made with, so that a result is never taken for another adapter, data set or way of decoding.
+    """
+
+    def __init__(self, directory: Path, accelerator):
+        """Reads the files that are there; a collective, so that files on the disks of several servers are all found."""
+        self.directory, self.accelerator = directory, accelerator
+        self.path = directory / f".partial-{accelerator.process_index}.jsonl"
+        records = read_records(directory) if accelerator.is_local_main_process else []
+        self.found = {(record["key"], record["id"]): record for record in gather_object(records)}
+        self.added: list[dict] = []
+
+    def add(self, records: list[dict]) -> None:
+        """Appends new results of this rank, {"key", "id", …} each. Raises: UserError on a full disk."""
+        with explained_writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a", encoding="utf-8") as file:
+                # The line break comes first: a last line that a kill has cut off then spoils no other.
+                file.write("".join("\n" + json.dumps(record, ensure_ascii=False) for record in records))
+        self.added += records
+
+    def share(self) -> None:
+        """Makes what was added on any rank known to all; a collective."""
+        self.found |= {(record["key"], record["id"]): record for record in gather_object(self.added)}
+        self.added = []
+
+    def remove(self) -> None:
+        """Deletes the files, when all is written elsewhere."""
+        if self.accelerator.is_local_main_process:
+            for path in self.directory.glob(".partial-*.jsonl"):
+                path.unlink()
+
+
+def read_records(directory: Path) -> list[dict]:
+    """The records in a directory's files of partial results, without lines that were cut off."""
+    records = []
+    for path in sorted(directory.glob(".partial-*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return records

@@ -1,0 +1,317 @@
+"""A finished run → is the adapter better than its base? Losses, answers, scores, and intervals of their differences.
+
+    accelerate launch --config_file accelerate_configs/npu_2.yaml eval.py --run_dir outputs/demo/run
+
+Base and adapter score and answer the same held-out rows from one load of the weights. The numbers are the same for any
+number of ranks and any batch size; what has been scored is kept, so that an interrupted evaluation goes on.
+"""
+
+from sft import device, errors
+
+if __name__ == "__main__":
+    device.set_environment_defaults()  # torch reads them when it is imported
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from sft import artifacts, checkpoint, evaluation, metrics, modeling, report
+from sft.batching import deal_by_tokens
+from sft.config import option, parse
+from sft.errors import RunFailed, UserError
+
+SIDES = ("base", "adapter")
+METRIC = Path(__file__).resolve().parent / "metrics" / "qa_generation"
+
+
+@dataclass
+class EvalConfig:
+    """All settings of eval.py."""
+
+    run_dir: str = option(help="run directory of train.py, finished")
+    output_dir: str | None = option(None, "where the report goes; none: RUN_DIR/eval")
+    batch_size: int = option(16, "rows that a rank answers at once; changes speed and memory only")
+    max_new_tokens: int | None = option(
+        None, "tokens of an answer, at most; none: as many as the longest reference answer of the held-out rows has"
+    )
+    limit: int | None = option(None, "evaluate the first rows only, this many")
+    generation: bool = option(True, "let both models answer; --no_generation scores losses only")
+    dataset_dir: str | None = option(None, "where the data set is; none: where the run found it")
+    allow_other_dataset: bool = option(False, "accept a --dataset_dir that the run was not trained on")
+    model_name_or_path: str | None = option(None, "where the base model is; none: where the run found it")
+    language: str = option("auto", "whose words and tokenisation count; auto: row by row", choices=metrics.LANGUAGES)
+    seed: int = option(42, "of the bootstrap")
+    ddp_timeout: int = option(7200, "seconds that a rank that has finished waits for the others")
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_new_tokens", "limit", "ddp_timeout"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; it must be at least 1")
+
+
+def main(argv: list[str] | None = None) -> None:
+    settings = parse(EvalConfig, argv, __doc__)
+    started = time.perf_counter()
+    run = open_run(settings)
+    manifest, rows = open_rows(settings, run)
+    output_dir = open_output(settings)
+    accelerator = device.start(settings.ddp_timeout)
+
+    # One load serves both sides: the base is the adapted model with its adapter switched off.
+    model_name = settings.model_name_or_path or run.config["model_name_or_path"]
+    trust_remote_code = run.config["trust_remote_code"]
+    tokenizer = modeling.load_tokenizer(model_name, trust_remote_code)
+    dtype = device.base_dtype(run.config["dtype"], accelerator.device)
+    base = modeling.load_base(model_name, dtype, accelerator.device, trust_remote_code=trust_remote_code)
+    model = modeling.load_adapter(base, settings.run_dir).to(accelerator.device).eval()
+    accelerator.print(f"{len(rows)} held-out rows of {manifest['rows_written']['eval']}, base weights {dtype}.")
+
+    # What results are made from; they are kept under its hash until the report is whole.
+    adapter_sha256 = artifacts.sha256_file(run.directory / "adapter_model.safetensors")
+    origin = {
+        "model": run.provenance["model_sha256"] or model_name,
+        "dataset_sha256": manifest["dataset_sha256"],
+        "dtype": str(dtype),
+        "mixed_precision": accelerator.mixed_precision,
+    }
+    origins = {"base": origin, "adapter": origin | {"adapter_sha256": adapter_sha256}}
+    partial = evaluation.PartialResults(output_dir, accelerator)
+
+    nll = {}
+    for side in SIDES:
+        with switched(model, side), explained_memory(settings):
+            nll[side] = score_losses(side, model, rows, settings, run, partial, origins[side])
+    if np.array_equal(nll["base"], nll["adapter"]):
+        warn(accelerator, "the adapter changes nothing: every row has the base model's loss. Is it trained and loaded?")
+
+    answers, decoding = None, {}
+    losses_done = time.perf_counter()
+    if settings.generation:
+        base.set_attn_implementation(modeling.generation_attention())
+        decoding = choose_decoding(settings, tokenizer, base, rows, manifest)
+        answers = {}
+        for side in SIDES:
+            with switched(model, side), explained_memory(settings):
+                answers[side] = answer_rows(side, base, tokenizer, rows, settings, decoding, partial, origins[side])
+    times = {"losses_s": losses_done - started, "answers_s": time.perf_counter() - losses_done}
+
+    def write_down() -> None:
+        signature = describe_decoding(decoding, tokenizer, dtype)
+        predictions = score(rows, nll, answers, settings.language)
+        built = report.build_report(
+            run, predictions, manifest, settings.language, signature, settings.seed,
+            simulated=accelerator.device.type == "npu" and device.is_simulated(), times=times,
+        )  # fmt: skip
+        built["adapter_sha256"] = adapter_sha256
+        write_whole(output_dir, built, predictions, run.metrics)
+        print(f"\n{report.render_table(built)}\n\n{report.render_words(built).replace('**', '')}")
+        print(f"\nThe report is {output_dir / 'report.md'} (Chinese: report.zh-CN.md; as data: report.json).")
+
+    device.run_on_main(accelerator, write_down)
+    partial.remove()
+    accelerator.end_training()
+
+
+def open_run(settings: EvalConfig) -> report.Run:
+    """The finished run. Raises: UserError when it is not one, saying what is there, or its base model has changed."""
+    run = report.load_run(settings.run_dir)
+    needed = ("provenance.json", "adapter_config.json", "adapter_model.safetensors", "summary.json")
+    missing = [name for name in needed if not (run.directory / name).is_file()]
+    if missing:
+        there = [path.name for path in checkpoint.directories(run.directory)] or ["no checkpoint"]
+        raise UserError(
+            f"{run.directory} is not a finished run: it holds {', '.join(there)} but no {', '.join(missing)}; "
+            "the train.py command that began it goes on from its last checkpoint and finishes it"
+        )
+    model_name = settings.model_name_or_path or run.config["model_name_or_path"]
+    found, trained_on = artifacts.model_sha256(model_name), run.provenance["model_sha256"]
+    if found and trained_on and found != trained_on:
+        raise UserError(
+            f"{model_name} is not the base model that {run.directory} was trained on (model_sha256 {found[:12]}…, the "
+            f"run's is {trained_on[:12]}…); give that model's place with --model_name_or_path"
+        )
+    return run
+
+
+def open_rows(settings: EvalConfig, run: report.Run) -> tuple[dict, "object"]:
+    """The manifest and the held-out rows. Raises: UserError when they are missing, none, or not the run's."""
+    directory = settings.dataset_dir or run.config["dataset_dir"]
+    if not settings.dataset_dir and not Path(directory).is_dir():
+        raise UserError(
+            f"the data set of {run.directory}, {directory}, is not there (seen from {Path.cwd()}); give its place with "
+            "--dataset_dir"
+        )
+    manifest = artifacts.read_manifest(directory)
+    found, trained_on = manifest["dataset_sha256"], run.provenance["dataset_sha256"]
+    if found != trained_on and not (settings.dataset_dir and settings.allow_other_dataset):
+        raise UserError(
+            f"{directory} is not the data set that {run.directory} was trained on (dataset_sha256 {found[:12]}…, the "
+            f"run's is {trained_on[:12]}…), so its held-out rows may have been trained on; give the run's, or accept this "
+            f"one with --dataset_dir {directory} --allow_other_dataset"
+        )
+    for what in ("tokenizer_sha256", "template_sha256"):
+        if manifest[what] != run.provenance[what]:
+            raise UserError(
+                f"{directory} was made with another {what.removesuffix('_sha256')} than the run's, its token ids mean "
+                f"something else; make it again with data_prep.py --model_name_or_path {run.config['model_name_or_path']}"
+            )
+    rows = artifacts.load_split(directory, "eval")
+    if not len(rows):
+        raise UserError(
+            f"{directory} holds no rows out (it was made with eval_fraction 0 or of too few rows): nothing to evaluate on; "
+            "give another with --dataset_dir DIR --allow_other_dataset"
+        )
+    return manifest, rows.select(range(min(settings.limit or len(rows), len(rows))))
+
+
+def open_output(settings: EvalConfig) -> Path:
+    """Where the report goes. Raises: UserError when something else is there."""
+    output_dir = Path(settings.output_dir or Path(settings.run_dir) / "eval")
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UserError(f"output_dir {output_dir} is a file; choose another directory")
+    names = os.listdir(output_dir) if output_dir.is_dir() else []
+    if names and not any(name == "report.json" or name.startswith((".partial-", ".report.tmp-")) for name in names):
+        raise UserError(
+            f"output_dir {output_dir} holds {names[0]} but no evaluation; choose another directory, or an empty one"
+        )
+    return output_dir
+
+
+def switched(model, side: str):
+    """A context in which the adapter is off for the base side, and on for the other."""
+    return model.disable_adapter() if side == "base" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def explained_memory(settings: EvalConfig):
+    """Turns out of memory into one sentence. Raises: RunFailed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_out_of_memory(error):
+            raise
+        raise RunFailed(
+            f"out of memory with {settings.batch_size} rows at once; give a smaller --batch_size: what has been scored is "
+            "kept, and the numbers stay the same"
+        ) from error
+
+
+def progress_bar(accelerator, description: str, total: int) -> tqdm:
+    """A bar on the main process; where no terminal shows it, a line every ten seconds."""
+    return tqdm(
+        total=total, desc=description, unit="row", disable=not accelerator.is_main_process,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )  # fmt: skip
+
+
+def warn(accelerator, text: str) -> None:
+    if accelerator.is_main_process:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def score_losses(side: str, model, rows, settings: EvalConfig, run: report.Run, partial, origin: dict) -> np.ndarray:
+    """Σ nats over the target tokens of each row, (rows,) float64, on every rank; computed as train.py computes it."""
+    accelerator = partial.accelerator
+    key = artifacts.sha256_json({"what": "loss", **origin})
+    if not all((key, row_id) in partial.found for row_id in rows["id"]):
+        loss_model = modeling.TargetLoss(model, run.config["loss_chunk_tokens"]).eval()
+        tokens = settings.batch_size * max(rows["length"])
+        with accelerator.autocast(), progress_bar(accelerator, f"{side}: losses", len(rows)) as bar:
+            nll = evaluation.row_nll(loss_model, rows, accelerator, tokens, bar)
+        if accelerator.is_main_process:
+            partial.add([{"key": key, "id": row_id, "nll": nats} for row_id, nats in zip(rows["id"], nll.tolist())])
+        partial.share()
+    return np.array([partial.found[key, row_id]["nll"] for row_id in rows["id"]])
+
+
+def choose_decoding(settings: EvalConfig, tokenizer, base, rows, manifest: dict) -> dict:
+    """What decides an answer beside the model: where it stops."""
+    longest = max(len(labels) - evaluation.prompt_length(labels) for labels in rows["labels"])
+    return {
+        "max_new_tokens": settings.max_new_tokens or longest,
+        "stop_ids": evaluation.stop_token_ids(tokenizer, base.generation_config),
+    }
+
+
+def describe_decoding(decoding: dict, tokenizer, dtype) -> str:
+    """The decoding as the signature of the report names it."""
+    if not decoding:
+        return "none"
+    stops = "+".join(tokenizer.convert_ids_to_tokens(decoding["stop_ids"]))
+    return (
+        f"greedy|max_new_tokens:{decoding['max_new_tokens']}|stop:{stops}|weights:{str(dtype).removeprefix('torch.')}"
+    )
+
+
+def answer_rows(
+    side: str, base, tokenizer, rows, settings: EvalConfig, decoding: dict, partial, origin: dict
+) -> list[dict]:
+    """{"answer", "stopped"} of each row, on every rank. Rows are dealt evenly; ranks meet only when all have answered."""
+    accelerator = partial.accelerator
+    key = artifacts.sha256_json({"what": "answer", **decoding, **origin})
+    missing = [index for index, row_id in enumerate(rows["id"]) if (key, row_id) not in partial.found]
+    accelerator.print(
+        f"{side}: {len(missing)} of {len(rows)} rows to answer, up to {decoding['max_new_tokens']} tokens each."
+    )
+    # Longest first: rows of like length share a batch, and little of it is padding.
+    mine = deal_by_tokens(missing, np.asarray(rows["length"]), accelerator.num_processes, len(rows))[
+        accelerator.process_index
+    ]
+    with progress_bar(accelerator, f"{side}: answers", len(mine)) as bar:
+        for start in range(0, len(mine), settings.batch_size):
+            batch = [rows[index] for index in mine[start : start + settings.batch_size]]
+            prompts = [row["input_ids"][: evaluation.prompt_length(row["labels"])] for row in batch]
+            with accelerator.autocast():
+                for index, tokens in evaluation.generate(base, prompts, **decoding):
+                    stopped = tokens[-1] in decoding["stop_ids"]
+                    text = tokenizer.decode(tokens[: len(tokens) - stopped], skip_special_tokens=True)
+                    partial.add([{"key": key, "id": batch[index]["id"], "answer": text.strip(), "stopped": stopped}])
+                    bar.update()
+    partial.share()
+    return [partial.found[key, row_id] for row_id in rows["id"]]
+
+
+def score(rows, nll: dict[str, np.ndarray], answers: dict[str, list[dict]] | None, language: str) -> list[dict]:
+    """The lines of predictions.jsonl, scored by the metric module that `evaluate` loads from this repository."""
+    columns = rows.select_columns(["id", "question", "reference", "length", "target_tokens"]).to_list()
+    target_tokens = rows["target_tokens"][:]
+    if answers is None:
+        scores = {side: metrics.evaluate_losses(nll[side], target_tokens)[1] for side in SIDES}
+        return report.join_predictions(columns, scores["base"], scores["adapter"])
+    import evaluate  # slow to import, and one process needs it
+
+    metric = evaluate.load(str(METRIC), keep_in_memory=True)
+    texts = {side: [answer["answer"] for answer in answers[side]] for side in SIDES}
+    scores = {
+        side: metric.compute(
+            predictions=texts[side], references=rows["reference"][:], language=language, with_rows=True,
+            stopped=[answer["stopped"] for answer in answers[side]], nll=nll[side], target_tokens=target_tokens,
+        )["rows"]
+        for side in SIDES
+    }  # fmt: skip
+    return report.join_predictions(columns, scores["base"], scores["adapter"], texts["base"], texts["adapter"])
+
+
+def write_whole(output_dir: Path, built: dict, predictions: list[dict], run_metrics: list[dict]) -> None:
+    """Writes the report's files; report.json is missing while the others are being replaced."""
+    with artifacts.explained_writing(output_dir):
+        for leftover in output_dir.glob(".report.tmp-*"):
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".report.tmp-") as folder:
+            report.write_report(folder, built, predictions, run_metrics)
+            (output_dir / "report.json").unlink(missing_ok=True)
+            for name in sorted(os.listdir(folder), key=lambda name: name == "report.json"):
+                os.replace(Path(folder) / name, output_dir / name)
+
+
+if __name__ == "__main__":
+    errors.run(main)

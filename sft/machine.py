@@ -79,11 +79,12 @@ def installed(package: str) -> str | None:
 
 
 def requirements_file(cann: str | None, driver: str | None) -> str:
-    """Which requirements file goes with this CANN and driver."""
-    for row in knowledge("versions")["requirements"]:
-        if (not cann or family(cann) in row["cann"]) and (not driver or family(driver) in row["drivers"]):
+    """Which requirements file goes with this CANN and driver; the newest where neither is known."""
+    rows = knowledge("versions")["requirements"]
+    for row in rows:
+        if (cann and family(cann) in row["cann"]) or (not cann and driver and family(driver) in row["drivers"]):
             return row["file"]
-    return "requirements-npu.txt" if not cann or satisfies(cann, ">=8.5") else "requirements-cann8.txt"
+    return rows[-1]["file"]
 
 
 def read_flat(path: str | Path) -> dict:
@@ -171,6 +172,7 @@ def probe_cards() -> None:
     say(count=backend.device_count())
     for index in range(backend.device_count()):
         say(step=f"open card {index}")
+        backend.set_device(index)  # an NPU answers nothing before
         free, total = backend.mem_get_info(index)
         cards.append({"name": backend.get_device_name(index), "free": free, "total": total})
         say(cards=cards)
@@ -243,6 +245,13 @@ def cann_version(home: Path) -> str | None:
     config = home / "version.cfg"
     match = re.search(r":([\d.]+(?:\.?RC\d+)?)\]", config.read_text(errors="replace")) if config.is_file() else None
     return match[1] if match else None
+
+
+def is_simulated(home: Path | None) -> bool:
+    """Whether this CANN is the test suite's simulation, which says so in its installation file. Never hardware."""
+    return bool(home) and any(
+        "simulated" in p.read_text(errors="replace") for p in home.glob("*/ascend_*_install.info")
+    )
 
 
 def version_file(path: Path) -> str | None:

@@ -9,12 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from sft import diagnosis, failures
+import doctor
+from sft import diagnosis, failures, memory, modeling
 from sft import machine as seen
+from sft.batching import collate
 from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT
+from sft.errors import UserError
 from sft.machine import Machine, knowledge, version_key
-from tests.conftest import ROOT, run_script
+from tests import sim_ascend
+from tests.conftest import ROOT, launch, run_script
+
+pytest_plugins = ["tests.sim_ascend.fixtures"]
 
 SMI = """\
 +------------------------------------------------------------------------------------------------+
@@ -95,9 +103,9 @@ def one(checks, name):
 
 def test_versions_sort_as_their_makers_mean_them():
     order = ["8.0.RC3", "8.0.0", "8.0.1", "8.2.RC1", "8.5.0", "9.0.0-beta.2", "9.0.0", "9.1.0", "10.0"]
-    assert sorted(order[::-1], key=version_key) == order
+    assert sorted(set(order), key=version_key) == order
     order = ["24.1.rc3", "24.1.0", "24.1.0.3", "25.0.RC1", "25.2.0"]
-    assert sorted(order[::-1], key=version_key) == order
+    assert sorted(set(order), key=version_key) == order
     assert version_key("2.1.0") < version_key("2.1.0.post17") < version_key("2.6.0+cpu")
 
 
@@ -112,7 +120,7 @@ def test_driver_24_goes_with_cann_8_0(server):
 def test_driver_24_with_cann_9_and_vllm_ascend_is_explained(server):
     machine = server(driver="24.1.0.3", cann="9.0.0")
     machine.versions |= {"vllm-ascend": "0.23.0", "torch": "2.1.0", "torch_npu": "2.1.0.post17"}
-    checks = diagnosis.check_versions(machine)
+    checks = list(diagnosis.check_versions(machine))
     driver = one(checks, "CANN ↔ driver")
     assert driver.status == "FAIL"
     assert "driver 24.1.0.3 is made for CANN 8.0: take that CANN and requirements-cann8.txt" in driver.remedy
@@ -126,7 +134,9 @@ def test_each_cann_names_its_requirements_file(server):
         ("8.0.1", "24.1.0.3"): "requirements-cann8.txt",
         ("8.2.RC1", "24.1.0.3"): "requirements-cann8.txt",
         ("9.1.0", "26.0.RC1"): "requirements-npu.txt",
-        ("9.2.0", "25.5.1"): "requirements-npu.txt",
+        ("8.5.0", "25.5.1"): "requirements-npu.txt",
+        (None, "24.1.0.3"): "requirements-cann8.txt",
+        (None, None): "requirements-npu.txt",
     }
     assert {pair: seen.requirements_file(*pair) for pair in expected} == expected
 
@@ -178,15 +188,15 @@ def test_environment_table_says_what_train_sets():
 
 
 def test_cann_that_was_not_sourced_is_found_and_named(server, tmp_path):
-    check = diagnosis.check_cann(server(sourced=False))[0]
-    assert check.status == "FAIL" and check.found.startswith("set_env.sh was not sourced")
+    check = next(diagnosis.check_cann(server(sourced=False)))
+    assert check.status == "FAIL" and check.found.startswith("set_env.sh was not sourced; it lies at ")
     assert check.remedy == f"source {tmp_path}/usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
 def test_cann_half_sourced_is_told_apart(server, monkeypatch):
     machine = server()
     monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib")
-    check = diagnosis.check_cann(machine)[0]
+    check = next(diagnosis.check_cann(machine))
     assert (check.status, check.found) == ("FAIL", "libhccl.so, libascendcl.so not on LD_LIBRARY_PATH")
 
 
@@ -209,7 +219,7 @@ def test_npu_smi_is_read(server):
 
 def test_npu_smi_that_is_refused_by_the_driver_is_explained(server):
     machine = server(smi="echo 'dcmi model initialized failed, because the device is used. ret is -8020' >&2; exit 1\n")
-    (check,) = diagnosis.check_driver(machine)
+    check = one(diagnosis.check_driver(machine), "driver")
     assert check.status == "FAIL" and "another container" in failures.explain(check.found)["failures"][0]["meaning"]
 
 
@@ -294,7 +304,10 @@ def test_ddp_timeout_below_hccls_fails(server, tmp_path):
     check = one(diagnosis.check_environment(server(train_config=str(path))), "time-outs")
     assert check.status == "FAIL" and "1860" in check.remedy
     check = one(diagnosis.check_environment(server()), "time-outs")
-    assert (check.status, check.found) == ("ok", "connect 600 s, HCCL_EXEC_TIMEOUT 1836 s, ddp_timeout 1860 s")
+    assert (check.status, check.found) == (
+        "ok",
+        "HCCL_CONNECT_TIMEOUT 600 s, HCCL_EXEC_TIMEOUT 1836 s, ddp_timeout 1860 s",
+    )
 
 
 def test_small_shared_memory_fails(tmp_path):
@@ -302,7 +315,7 @@ def test_small_shared_memory_fails(tmp_path):
     machine = Machine(root=tmp_path, min_shm_bytes=1 << 60)  # more than any disk has
     check = one(diagnosis.check_resources(machine), "/dev/shm")
     assert check.status == "FAIL" and "--shm-size" in check.remedy
-    assert one(diagnosis.check_resources(Machine(root=tmp_path / "nowhere")), "/dev/shm").found == "not there"
+    assert one(diagnosis.check_resources(Machine(root=tmp_path / "nowhere")), "/dev/shm").status == "FAIL"
 
 
 # --- the whole command ------------------------------------------------------------------------------------------------
@@ -451,6 +464,234 @@ def test_explain_reads_standard_input():
     )
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+REFERENCE = "Qwen/Qwen2.5-7B-Instruct"
+
+
+def test_reference_run_is_estimated_within_15_percent_of_its_measured_memory():
+    """16.4 GB per card on 2 × Ascend 910B3: bf16, r 8 on q/k/v/o, batch 1, 512 tokens; whether 10⁹ or 2³⁰ bytes."""
+    answer = memory.estimate_run(None, str(ROOT / "accelerate_configs/npu_2.yaml"), REFERENCE, 512)
+    assert answer["parts"]["base weights"] == 2 * 7_615_616_512
+    assert answer["parts"]["adapter (fp32)"] == 4 * 5_046_272 and answer["parts"]["Adam (2 × fp32)"] == 8 * 5_046_272
+    assert answer["bytes"] / (16.4 * 2**30) == pytest.approx(1, abs=0.15)
+    assert answer["bytes"] / 16.4e9 == pytest.approx(1, abs=0.15)
+    assert "Ascend 910B4" in answer["alternatives"]["as configured"]["fits"]
+    assert "rows of 512 tokens, 50% of them targets" in answer["assumptions"][0]
+
+
+def test_fsdp_divides_what_it_shards():
+    plan = memory.Plan(512, 256, torch.bfloat16, True, False, 1024, 8, TARGETS)
+    config = memory.read_model_config(REFERENCE)
+    alone, eight = memory.estimate(config, plan), memory.estimate(config, memory.replace(plan, shards=8))
+    for part in ("adapter (fp32)", "gradients (fp32)", "Adam (2 × fp32)"):
+        assert eight[part] == alone[part] // 8
+    assert alone["base weights"] / 8 < eight["base weights"] < alone["base weights"] / 3  # a share, and the whole root
+    assert eight["activations"] == alone["activations"]
+
+
+def test_hub_name_that_cannot_be_reached_is_the_users_mistake():
+    with pytest.raises(
+        UserError, match=r"give a local directory, a config\.json, or one of Qwen/Qwen2\.5-0\.5B-Instruct"
+    ):
+        memory.read_model_config("nobody/nothing")
+
+
+def small_model(plan, hidden, layers, inner, heads, kv_heads, vocabulary):
+    """A training module of the shape, its batch of two rows, and the transformers config."""
+    modeling.register_packed_sdpa()
+    config = AutoConfig.for_model(
+        "qwen2", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=inner, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocabulary, tie_word_embeddings=True,
+    )  # fmt: skip
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="packed_sdpa").to(plan.dtype)
+    base.requires_grad_(False)
+    if plan.checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    peft = modeling.add_lora(base, plan.lora_r, 16, 0.0, list(plan.target_modules), seed=0)
+    length, targets = plan.tokens // 2, plan.target_tokens // 2
+    row = {"input_ids": [1] * length, "labels": [-100] * (length - targets) + [1] * targets}
+    return modeling.TargetLoss(peft).train(), collate([row, row]), config
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "targets"),
+    [
+        (torch.float32, False, TARGETS),
+        (torch.float32, False, (*TARGETS, "gate_proj", "up_proj", "down_proj")),
+        (torch.bfloat16, True, TARGETS),
+        (torch.bfloat16, False, TARGETS),
+    ],
+)
+def test_activation_formula_counts_what_autograd_keeps(dtype, autocast, targets):
+    plan = memory.Plan(256, 16, dtype, autocast, False, 1024, 8, targets)
+    step, batch, config = small_model(plan, 128, 3, 512, 8, 2, 300)
+    weights = {p.untyped_storage().data_ptr() for p in step.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor too: freed memory is given out again
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        step(**batch)
+    measured = sum(size for pointer, (size, _) in kept.items() if pointer not in weights)
+    outside = 256 * 128 * 4 + 16 * 300 * 4  # the last norm's input, log-softmax
+    # The rest is small: rotary tables, the norms' scales, the adapter's own casts.
+    assert measured - outside == pytest.approx(3 * 256 * memory.kept_bytes_per_token(config, plan), rel=0.06)
+
+
+def test_estimate_agrees_with_measured_peaks_of_three_small_models():
+    """Peak of the CPU allocator over a whole step, by torch's profiler; within 20 %, as on real cards."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cases = [
+        (memory.Plan(512, 256, torch.float32, False, False, 1024, 8, TARGETS), (256, 4, 1024, 8, 2, 1000)),
+        (memory.Plan(512, 256, torch.float32, False, False, 1024, 8, TARGETS), (128, 8, 512, 8, 2, 8000)),
+        (memory.Plan(512, 64, torch.bfloat16, True, True, 1024, 8, TARGETS), (256, 6, 1024, 8, 2, 1000)),
+    ]
+    for plan, shape in cases:
+        step, batch, config = small_model(plan, *shape)
+        trainable = [p for p in step.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trainable)
+
+        def train_step(step=step, batch=batch, plan=plan, optimizer=optimizer):
+            with torch.autocast("cpu", torch.bfloat16, enabled=plan.autocast):
+                loss = step(**batch).sum()
+            loss.backward()
+            optimizer.step()
+
+        train_step()  # from here on gradients and Adam's state are there
+        held = sum(p.nbytes for p in step.parameters()) + 3 * sum(p.nbytes for p in trainable)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            train_step()
+        now = peak = 0
+        for event in profiler.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                peak = max(peak, now)
+        assert sum(memory.estimate(config, plan).values()) == pytest.approx(held + peak, rel=0.2)
+
+
+def test_estimate_reads_the_runs_config_and_data_set(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "model/config.json", json.dumps({"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2,
+          "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}))  # fmt: skip
+    facts = {"max_length": 300, "tokens": {"train": 1000}, "target_tokens": {"train": 250}}
+    write(tmp_path / "data/manifest.json", json.dumps(facts))
+    settings = f"model_name_or_path: {tmp_path}/model\ndataset_dir: {tmp_path}/data\noutput_dir: {tmp_path}/run\n"
+    config = write(tmp_path / "train.yaml", settings + "per_device_train_batch_size: 2\n")
+    argv = ("--estimate", "--json", "--config", config, "--accelerate_config", ROOT / "accelerate_configs/cpu_2.yaml")
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *map(str, argv)])
+    with pytest.raises(SystemExit) as status:
+        doctor.main()
+    answer = json.loads(capsys.readouterr().out)
+    assert (
+        status.value.code == 0
+        and "600 tokens a micro-batch, base in float32" in answer["text"]
+        and answer["assumptions"] == []
+    )
+    assert answer["parts"]["adapter (fp32)"] == 4 * 2 * 8 * (64 + 64 + 2 * (64 + 32) + 64 + 64)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_agree_are_listed_with_bandwidth():
+    result = launch("cpu_2", "doctor.py", "--collectives", "--max_mib", 1, "--parameters", 10_000)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    for name in ("all_reduce", "broadcast", "all_gather", "barrier"):
+        assert any(line.startswith(f"ok    {name} over gloo: right") for line in lines), name
+    assert sum(line.startswith("ok    rank ") for line in lines) == 2
+    assert [line.split()[:2] for line in lines if line.endswith("GB/s")] == [
+        ["1", "KB"], ["4", "KB"], ["16", "KB"], ["64", "KB"], ["256", "KB"], ["1", "MB"]
+    ]  # fmt: skip
+    assert "gradients of one step, 10,000 × fp32" in result.stdout
+    assert lines[-1] == "Verdict: 2 × cpu agree over gloo"
+
+
+def test_rank_that_is_stuck_is_named_at_the_deadline(tmp_path):
+    write(tmp_path / "sitecustomize.py", "import os, time\nif os.environ.get('RANK') == '1':\n    time.sleep(600)\n")
+    env = {"PYTHONPATH": str(tmp_path)}
+    result = launch("cpu_2", "doctor.py", "--collectives", "--deadline_s", 2, env=env, timeout=90)
+    assert result.returncode != 0
+    assert "FAIL  start: rank 1 had not reached it after 2 s" in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+def test_rank_that_hangs_inside_a_collective_is_named(tmp_path):
+    """Rank 0 waits in all_reduce for a rank that never calls it: without the watch it would wait for ever."""
+    program = """
+import os, sys, threading, time
+from sft.collectives import Rendezvous
+from torch.distributed import TCPStore
+rank = int(os.environ["RANK"])
+meeting = Rendezvous(deadline_s=1)
+meeting.meet("start")
+meeting.guarded("all_reduce", lambda: time.sleep(600) if rank == 1 else None)
+meeting.meet("end")
+"""
+    script = write(tmp_path / "hang.py", program)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    output = "".join(rank.communicate(timeout=60)[0] for rank in ranks)
+    assert "FAIL  all_reduce: rank 1 had not finished it after 1 s" in output
+    assert [rank.returncode for rank in ranks] == [3, 3]
+
+
+# --- simulated Ascend -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.npu
+def test_eight_cards_can_train(npu_environment, tmp_path):
+    config = ROOT / "accelerate_configs/npu_8.yaml"
+    result = run_script(
+        "doctor.py", "--json", "--accelerate_config", config, env={**npu_environment, "HF_HOME": str(tmp_path)}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    answer = json.loads(result.stdout)
+    checks = {check["name"]: check for check in answer["checks"]}
+    assert answer["kind"] == "npu" and checks["cards"]["found"].startswith("8 × Ascend")
+    assert checks["bfloat16"]["status"] == "ok" and checks["launch config"]["status"] == "ok"
+    if npu_environment:
+        assert answer["verdict"].startswith("can train on 8 × Ascend910B3 (simulated Ascend, not hardware)")
+
+
+@pytest.mark.npu
+def test_without_a_card_the_launch_config_is_refused(simulated_environment, monkeypatch, tmp_path):
+    for name, value in sim_ascend.environment(cards=0).items():
+        monkeypatch.setenv(name, value)
+    machine = Machine(root=tmp_path, accelerate_config=str(ROOT / "accelerate_configs/npu_2.yaml"))
+    machine.probe = seen.run_probe("cards", 120)
+    seen.read_machine(machine)
+    assert machine.probe["count"] == 0 and machine.kind == "npu"
+    assert one(diagnosis.check_cards(machine), "cards").found == "torch sees none"
+    assert "each train alone on the CPU" in one(diagnosis.check_launch_config(machine), "launch config").remedy
+
+
+@pytest.mark.npu
+def test_two_cards_agree_over_hccl(npu_environment):
+    two = {**npu_environment, **({"SIM_ASCEND_CARDS": "2"} if npu_environment else {})}
+    result = launch("npu_2", "doctor.py", "--collectives", "--max_mib", 1, "--parameters", 10_000, env=two)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ok    rank 1: host" in result.stdout and "card npu:1, Ascend910B3" in result.stdout
+    assert "ok    all_gather over hccl: right" in result.stdout
+    assert "Verdict: 2 × npu agree over hccl" in result.stdout
+
+
 # --- hiding -----------------------------------------------------------------------------------------------------------
 
 
@@ -479,3 +720,23 @@ def test_secrets_are_masked_and_versions_are_not(monkeypatch):
         assert secret not in masked, secret
     for kept in ("24.1.0.3", "7.5.0.5.220", "127.0.0.1", "29500", "12:30:11", "0000:C1:00.0"):
         assert kept in masked, kept
+
+
+def test_report_holds_everything_and_no_secret(tmp_path):
+    for name in ("torch", "accelerate", "transformers", "datasets", "evaluate", "peft"):
+        write(tmp_path / f"fake/{name}.py", "import os\nos._exit(1)\n" if name == "torch" else "")
+    log = write(tmp_path / "run.log", "token hf_abcdefghijklmnopqrst\nEI0006: Getting socket times out 10.20.30.40\n")
+    report = tmp_path / "report.md"
+    env = {
+        "PYTHONPATH": str(tmp_path / "fake"),
+        "HF_HOME": str(tmp_path),
+        "USER": "wangwei",
+        "HCCL_SOCKET_IFNAME": "wangwei0",
+    }
+    result = run_script("doctor.py", "--report", report, "--explain", log, env=env)
+    assert result.stderr == "" and result.stdout.startswith(f"wrote {report}: cannot train: torch")
+    text = report.read_text()
+    for title in ("## Machine", "## Log run.log", "## Versions"):
+        assert title in text
+    for secret in ("hf_abc", "10.20.30.40", f"host {socket.gethostname()}"):
+        assert secret not in text

@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         notes = read_notes(files)
         kept, held_out, found = sort_rows(config, sources, files, notes)
         found["rejected"] = sorted(read.pop("rejected") + found["rejected"], key=lambda row: (row["file"], row["line"]))
-        refuse(config, found, len(kept), held_out)
+        refuse(config, found, len(kept), int(held_out.sum()))
         split = {"train": kept[~held_out], "eval": kept[held_out]}
         dataset_sha256 = write_splits(files, split, directory)
         shutil.rmtree(work)
@@ -221,7 +221,9 @@ def read_sources(config: PrepConfig, sources: list[Source], work: Path) -> tuple
     listed = ", ".join(source.path for source in sources)
     if not read["rows_read"]:
         raise UserError(f"{listed}: no rows; expected at least one question with its answer")
-    print(f"read {read['rows_read']:,} rows from {listed}")
+    print(f"read {read['rows_read']:,} rows from {listed}", flush=True)
+    if not parts:
+        refuse(config, read, kept=0, held_out=0)
     return parts, read
 
 
@@ -420,12 +422,12 @@ def find_conflicts(asked: np.ndarray, answers: np.ndarray) -> list[list[int]]:
     return [rows for rows in groups.values() if len(np.unique(answers[rows])) > 1]
 
 
-def refuse(config: PrepConfig, found: dict, kept: int, held_out: np.ndarray) -> None:
+def refuse(config: PrepConfig, found: dict, kept: int, held_out: int) -> None:
     """Ends the run when there is nothing to train on, or when --strict forbids what was found. Raises: UserError."""
     rejected = describe([f"{row['file']}:{row['line']} {row['reason']}" for row in found["rejected"]])
     if not kept:
         raise UserError(f"no usable row is left: {rejected}; mend these rows")
-    if held_out.all():
+    if held_out == kept:
         raise UserError(
             f"all {kept} usable rows would be held out; expected at least one to train on: lower --eval_fraction or add rows"
         )
@@ -465,7 +467,7 @@ def write_splits(files: list[str], split: dict[str, np.ndarray], directory: Path
     """
     hashes = []
     for name, rows in split.items():
-        digests = {column: hashlib.sha256() for column in ("id", "input_ids", "labels")}
+        digests = {column: hashlib.sha256() for column in ("id", "length", "input_ids", "labels")}
         new_file, first = directory / f"{name}.arrow", 0
         with pyarrow.OSFile(str(new_file), "wb") as file, pyarrow.ipc.new_stream(file, COLUMNS.arrow_schema) as writer:
             for batch in stream(files, list(COLUMNS)):
@@ -494,11 +496,11 @@ def write_splits(files: list[str], split: dict[str, np.ndarray], directory: Path
 
 
 def add_hashes(digests: dict, batch: pyarrow.RecordBatch) -> None:
+    """Feeds one running hash per column, so that the cut into batches does not show."""
     digests["id"].update("".join(f"{row_id}\n" for row_id in batch.column("id").to_pylist()).encode())
+    digests["length"].update(np.asarray(batch.column("length"), dtype="<i4").tobytes())
     for name in ("input_ids", "labels"):
-        values = batch.column(name)
-        digests[name].update(np.asarray(values.value_lengths(), dtype="<i4").tobytes())
-        digests[name].update(np.asarray(values.flatten(), dtype="<i4").tobytes())
+        digests[name].update(np.asarray(batch.column(name).flatten(), dtype="<i4").tobytes())
 
 
 def print_summary(config: PrepConfig, manifest: dict, tokenizer) -> None:

@@ -47,7 +47,8 @@ def main() -> None:
     # Which rows make up each step, and how this many cards share them.
     train_rows = artifacts.load_split(settings.dataset_dir, "train")
     eval_rows = artifacts.load_split(settings.dataset_dir, "eval")
-    plan = plan_batches(settings, train_rows, accelerator.num_processes)
+    begun_with = device.run_on_main(accelerator, lambda: begun_global_batch_size(settings, run_dir))
+    plan = plan_batches(settings, train_rows, accelerator.num_processes, begun_with)
     total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * plan.steps_per_epoch)
     accelerator.print(
         f"{len(train_rows)} training rows, {len(eval_rows)} held out. Global batch {plan.global_batch_size} = "
@@ -131,6 +132,7 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
     for step in range(first_step, last_step):
         started = time.perf_counter()
         target_count, layout = plan.target_count(step), plan.layout(step)
+        device.clear_overflow(accelerator.device)
         nll_sum = torch.zeros((), device=accelerator.device)
         for index, micro_batch in enumerate(layout):
             watchdog.reached(step + 1, "forward")
@@ -145,6 +147,8 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
             nll_sum += nll.detach()
 
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
+        if device.overflowed(accelerator.device):
+            nll_sum.fill_(math.inf)
         ranks = exchange(accelerator, nll_sum, grad_norm, watchdog.stop_requested)
         if not np.isfinite(ranks).all():
             run.fail_on_non_finite(step, ranks, layout, train_rows)
@@ -169,7 +173,7 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
         if stopping and done < run.total_steps:
             accelerator.print(
                 f"Stopped after step {done} of {run.total_steps}; everything is in {run.run_dir / f'checkpoint-{done}'}. "
-                "The same command goes on from there."
+                f"{how_to_go_on(settings)}"
             )
             return False
     return True
@@ -187,6 +191,7 @@ class Run:
         self.eval_rows, self.total_steps, self.watchdog = eval_rows, total_steps, watchdog
         progress = resumed.progress if resumed else {}
         self.best = progress.get("best")  # {"step", "eval_loss"} of the lowest held-out loss so far
+        self.last_eval = (0, math.nan)  # step and loss
         self.train_time_s = progress.get("train_time_s", 0.0)
         self.journal = Journal(run_dir, accelerator, resumed.step if resumed else 0, total_steps, asdict(settings))
 
@@ -221,20 +226,24 @@ class Run:
         nll = evaluation.row_nll(self.model, self.eval_rows, self.accelerator, tokens, progress=self.watchdog)
         target_tokens = sum(self.eval_rows["target_tokens"])
         loss = float(nll.sum() / target_tokens)
+        self.last_eval = (step, loss)
         if step and (self.best is None or loss < self.best["eval_loss"]):
             self.best = {"step": step, "eval_loss": loss}
         self.journal.write({"step": step, "eval_loss": loss, "eval_target_tokens": target_tokens})
 
     def save(self, step: int) -> None:
         """Writes checkpoint-<step>, then removes what is no longer kept. Every rank waits until it is complete."""
-        progress = {"best": self.best, "train_time_s": self.train_time_s, "provenance": self.provenance}
+        eval_loss = self.last_eval[1] if self.last_eval[0] == step else None
+        progress = {
+            "eval_loss": eval_loss, "best": self.best, "train_time_s": self.train_time_s, "provenance": self.provenance
+        }  # fmt: skip
         self.watchdog.reached(step, "saving")
         self.accelerator.wait_for_everyone()
         is_main = self.accelerator.is_main_process
+        self.journal.sync()
         checkpoint.save(self.run_dir, step, progress, self.model, self.peft_model, self.optimizer.optimizer, is_main)
         if is_main:
-            best_step = self.best["step"] if self.best else None
-            checkpoint.remove_old(self.run_dir, self.settings.save_total_limit, best_step)
+            checkpoint.remove_old(self.run_dir, step, self.settings.save_total_limit)
         self.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager
@@ -270,14 +279,35 @@ class Run:
         )
 
 
-def plan_batches(settings: TrainConfig, train_rows, world_size: int) -> batching.BatchPlan:
-    """The batch plan of these settings on this many ranks. Raises: UserError when it cannot be made."""
-    accumulation, _ = batching.resolve_batch_size(
-        settings.per_device_train_batch_size,
-        settings.gradient_accumulation_steps,
-        settings.global_batch_size,
-        world_size,
-    )
+def begun_global_batch_size(settings: TrainConfig, run_dir: Path) -> int | None:
+    """The global batch of the run that these settings go on with, when they ask for the same batch as it did."""
+    begun = run_dir if settings.resume_from_checkpoint == "auto" else Path(settings.resume_from_checkpoint or "").parent
+    if settings.overwrite_output_dir or settings.resume_from_checkpoint is None:
+        return None
+    if not is_run(begun) or not (begun / "config.json").is_file():  # none, or killed as it began
+        return None
+    asked, provenance = artifacts.read_json(begun / "config.json"), artifacts.read_json(begun / "provenance.json")
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+    same = all(asked.get(name) == getattr(settings, name) for name in names)
+    return provenance["global_batch_size"] if same else None
+
+
+def plan_batches(
+    settings: TrainConfig, train_rows, world_size: int, begun_with: int | None = None
+) -> batching.BatchPlan:
+    """The batch plan of these settings on this many ranks. A run that began with a global batch keeps it: the same
+    settings give another accumulation on another number of cards. Raises: UserError when it cannot be made."""
+    per_device, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    try:
+        accumulation, _ = batching.resolve_batch_size(
+            per_device, None if begun_with else accumulation, begun_with or settings.global_batch_size, world_size
+        )
+    except UserError as error:
+        if not begun_with:
+            raise
+        raise UserError(
+            f"{settings.output_dir} began with {begun_with} rows per step and must keep them: {error}"
+        ) from error
     target_tokens = np.asarray(train_rows["target_tokens"], dtype=np.int64)
     if len(target_tokens) == 0 or target_tokens.min() < 1:
         raise UserError(
@@ -333,19 +363,20 @@ def find_progress(settings: TrainConfig, run_dir: Path, provenance: dict, total_
 
     Raises: UserError when the directory holds something else, or a run made from something else.
     """
-    is_run = (run_dir / "provenance.json").is_file()
+    found_run = is_run(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"output_dir {run_dir} is a file; choose another directory")
-    if run_dir.exists() and any(run_dir.iterdir()) and not is_run:
+    if run_dir.exists() and not found_run and not all(checkpoint.is_leftover(path) for path in run_dir.iterdir()):
         raise UserError(f"output_dir {run_dir} is not empty and holds no run; choose another directory")
     if settings.overwrite_output_dir:
         return None
-    if is_run and settings.resume_from_checkpoint is None:
+    if found_run and settings.resume_from_checkpoint is None:
         raise UserError(
             f"output_dir {run_dir} holds a run; continue it with resume_from_checkpoint: auto, delete it with "
             "overwrite_output_dir: true, or choose another directory"
         )
-    if is_run:
+    if found_run:
+        checkpoint.claim(run_dir)
         refuse_another_run(artifacts.read_json(run_dir / "provenance.json"), provenance, f"output_dir {run_dir}")
         checkpoint.remove_leftovers(run_dir)
     if settings.resume_from_checkpoint not in (None, "auto"):
@@ -353,7 +384,14 @@ def find_progress(settings: TrainConfig, run_dir: Path, provenance: dict, total_
         refuse_another_run(found.progress["provenance"], provenance, f"resume_from_checkpoint {found.path}")
         return found
     found = checkpoint.newest(run_dir, warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
+    if found:
+        refuse_another_run(found.progress["provenance"], provenance, f"checkpoint {found.path}")
     return "complete" if found and found.step >= total_steps and (run_dir / "summary.json").is_file() else found
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory holds a run of this script; the file is the first to be written and the last to be deleted."""
+    return (directory / "provenance.json").is_file()
 
 
 def refuse_another_run(before: dict, now: dict, place: str) -> None:
@@ -373,12 +411,18 @@ def refuse_another_run(before: dict, now: dict, place: str) -> None:
 
 def begin_run(settings: TrainConfig, run_dir: Path, provenance: dict, environment: dict) -> None:
     """Makes the run directory and writes what the run is made from and on."""
-    if settings.overwrite_output_dir and run_dir.exists():
-        shutil.rmtree(run_dir)
-    (run_dir / "summary.json").unlink(missing_ok=True)
+    checkpoint.claim(run_dir)
+    with artifacts.explained_writing(run_dir):
+        if settings.overwrite_output_dir:
+            for path in sorted(run_dir.iterdir(), key=lambda path: path.name == "provenance.json"):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != checkpoint.LOCK:
+                    path.unlink()
+        (run_dir / "summary.json").unlink(missing_ok=True)
+    artifacts.write_json(run_dir / "provenance.json", provenance)
     artifacts.write_json(run_dir / "config.json", asdict(settings))
     artifacts.write_json(run_dir / "environment.json", environment)
-    artifacts.write_json(run_dir / "provenance.json", provenance)
 
 
 def put_adapter_on(base, settings: TrainConfig):
@@ -464,6 +508,15 @@ def last_checkpoint(run_dir: Path) -> str:
     return f"The last checkpoint is {found[-1]}" if found else "There is no checkpoint yet"
 
 
+def how_to_go_on(settings: TrainConfig) -> str:
+    """Words for the command that continues a run which these settings started."""
+    if settings.overwrite_output_dir:
+        return "The same command without overwrite_output_dir goes on from there."
+    if settings.resume_from_checkpoint != "auto":
+        return "The same command with resume_from_checkpoint: auto goes on from there."
+    return "The same command goes on from there."
+
+
 def finish(run: Run, sizes: tuple[int, int]) -> None:
     """Leaves the adapter, its card, the plot and summary.json at the top of the run directory."""
     accelerator, run_dir = run.accelerator, run.run_dir
@@ -507,7 +560,8 @@ def finish(run: Run, sizes: tuple[int, int]) -> None:
             "tokens_per_s": tokens / run.train_time_s,
             "peak_memory_bytes": peaks,
         }
-        plot_loss(metrics, run_dir / "loss.png")
+        with artifacts.explained_writing(run_dir / "loss.png"):
+            plot_loss(metrics, run_dir / "loss.png")
         artifacts.write_text(run_dir / "README.md", model_card(asdict(run.settings), run.provenance, summary))
         artifacts.write_json(run_dir / "summary.json", summary)
         fell = f", held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}" if len(held_out) > 1 else ""

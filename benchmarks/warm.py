@@ -142,7 +142,16 @@ def launch(script: str, argv: list[str], processes: int) -> None:
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         run_id=str(os.getpid()), start_method="fork", monitor_interval=0.1, max_restarts=0,
     )  # fmt: skip
-    elastic_launch(config, run_main)(script, argv)
+    elastic_launch(config, run_rank)(script, argv)
+
+
+def run_rank(script: str, argv: list[str]) -> None:
+    """`run_main`, ending as a program does: multiprocessing would wait for a launcher that may have been killed."""
+    launcher = os.getppid()
+    run_main(script, argv)
+    if os.getppid() != launcher:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def serve(script: str) -> None:

@@ -98,7 +98,7 @@ def write_text(path: str | Path, text: str) -> None:
     path = Path(path)
     with explained_writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
         try:
             with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
@@ -193,4 +193,7 @@ def load_split(dataset_dir: str | Path, name: str):
     path = Path(dataset_dir) / name
     if not path.is_dir():
         raise UserError(f"{dataset_dir} has no {name} split; make the data set again with data_prep.py --overwrite")
+    files = [entry["filename"] for entry in read_json(path / "state.json").get("_data_files", [])]
+    if outside := [name for name in files if Path(name).name != name]:
+        raise UserError(f"{path / 'state.json'} names files outside its directory: {', '.join(outside)}; do not use it")
     return datasets.load_from_disk(str(path))

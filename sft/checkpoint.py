@@ -3,8 +3,13 @@
 A checkpoint is a directory checkpoint-<step> that appears complete, by rename, or not at all.
 """
 
+import fcntl
+import os
 import re
 import shutil
+import socket
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +17,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from sft.artifacts import new_directory, read_json, sha256_file, write_json
+from sft.artifacts import explained_writing, new_directory, read_json, sha256_file, write_json
 from sft.errors import UserError
-from sft.modeling import adapter_tensors, full_tensor, read_adapter, trainable_parameters, write_adapter
+from sft.modeling import adapter_tensors, full_tensor, read_adapter, trainable_parameters, write_adapter, write_tensors
 
 CHECKSUMS = "checksums.json"
+LOCK = ".lock"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -50,6 +56,13 @@ def restore_optimizer(checkpoint: "Checkpoint", model: torch.nn.Module, optimize
     tensors = {}
     if PartialState().is_main_process:
         tensors = load_file(str(checkpoint.path / "optimizer.safetensors"))
+        expected = {
+            f"{name}.{moment}": tuple(parameter.shape)
+            for name, parameter in trainable_parameters(model).items()
+            for moment in MOMENTS
+        }
+        if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != expected:
+            raise RuntimeError(f"{checkpoint.path / 'optimizer.safetensors'} does not fit the model's adapter")
     for name, parameter in trainable_parameters(model).items():
         state = optimizer.state[parameter]
         state["step"] = torch.tensor(float(checkpoint.step))
@@ -91,7 +104,7 @@ def save(
         return
     with new_directory(run_dir / f"checkpoint-{step}", replace=True) as directory:
         write_adapter(directory, adapter, peft_model)
-        save_file(moments, str(directory / "optimizer.safetensors"))
+        write_tensors(directory / "optimizer.safetensors", moments)
         write_json(directory / "progress.json", {"step": step, **progress})
         names = sorted(p.name for p in directory.iterdir())
         write_json(directory / CHECKSUMS, {name: sha256_file(directory / name) for name in names})
@@ -105,7 +118,8 @@ def problem(path: Path) -> str | None:
         checksums = read_json(path / CHECKSUMS)
     except UserError as error:
         return str(error)
-    if not isinstance(checksums, dict) or not {"progress.json", "adapter_model.safetensors"} <= set(checksums):
+    expected_files = {"progress.json", "adapter_model.safetensors", "optimizer.safetensors"}
+    if not isinstance(checksums, dict) or not expected_files <= set(checksums):
         return f"{path / CHECKSUMS} does not list the files of a checkpoint"
     for name, expected in checksums.items():
         if Path(name).name != name:
@@ -132,7 +146,9 @@ def load(path: Path) -> Checkpoint:
     if wrong := problem(path):
         raise UserError(f"cannot resume: {wrong}; choose an earlier checkpoint, or auto for the newest complete one")
     progress = read_json(path / "progress.json")
-    return Checkpoint(path, int(progress["step"]), progress)
+    if not isinstance(progress, dict) or not isinstance(progress.get("step"), int) or "provenance" not in progress:
+        raise UserError(f"{path / 'progress.json'} was not written by train.py; choose another checkpoint")
+    return Checkpoint(path, progress["step"], progress)
 
 
 def newest(run_dir: Path, warn=print) -> Checkpoint | None:
@@ -145,19 +161,81 @@ def newest(run_dir: Path, warn=print) -> Checkpoint | None:
     return None
 
 
-def remove_old(run_dir: Path, keep: int, best_step: int | None) -> None:
-    """Deletes the oldest checkpoints beyond `keep`, sparing the best one. Call it after the new one is complete."""
-    for path in directories(run_dir)[:-keep]:
-        if path.name != f"checkpoint-{best_step}":
-            shutil.rmtree(path)
+def remove_old(run_dir: Path, step: int, keep: int) -> None:
+    """Deletes the oldest checkpoints beyond `keep`, sparing the one with the lowest eval_loss.
+
+    Call it after checkpoint-<step> is complete. Later ones, which a run that goes on from an earlier checkpoint leaves
+    behind it or damaged ones, count as nothing and stay until they are written again.
+    """
+    paths = [path for path in directories(run_dir) if int(path.name.split("-")[1]) <= step]
+    losses = {path: loss for path in paths if (loss := eval_loss(path)) is not None}
+    best = min(losses, key=lambda path: losses[path], default=None)
+    for path in paths[:-keep]:
+        if path != best:
+            doomed = run_dir / f".{path.name}.tmp-deleted"  # a name that remove_leftovers knows, should this be killed
+            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def eval_loss(path: Path) -> float | None:
+    """The held-out loss that was measured at the step of a checkpoint, if it was."""
+    try:
+        return read_json(path / "progress.json").get("eval_loss")
+    except (UserError, AttributeError):  # damaged: never the best
+        return None
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a file or directory is what a killed process was writing, or the lock."""
+    return path.name == LOCK or re.fullmatch(r"\..+\.(tmp|old)-\w+", path.name) is not None
 
 
 def remove_leftovers(run_dir: Path) -> None:
     """Deletes the temporary directories and files that a killed run left in its run directory."""
     for path in run_dir.glob(".*.tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
     for path in run_dir.glob(".*.old-*"):
         for inside in path.iterdir():  # killed between the two renames of a replacement: put the old one back
             if not (run_dir / inside.name).exists():
                 inside.rename(run_dir / inside.name)
         shutil.rmtree(path, ignore_errors=True)
+
+
+_claims: dict[Path, int] = {}  # descriptors of locked files; the kernel lets go of a lock when its process ends
+
+
+def claim(run_dir: Path, wait_s: float = 60.0) -> None:
+    """Makes this process the only one that writes a run directory, until it ends, however it ends.
+
+    Ranks outlive a launcher that was killed and still save: a new start waits for them.
+    Raises: UserError naming the process that has the directory.
+    """
+    if run_dir.resolve() in _claims:
+        return
+    with explained_writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
+            if time.monotonic() > end:
+                raise UserError(
+                    f"{run_dir} is being written by {holder or 'another process'}; wait for it or end it, or choose "
+                    "another output_dir"
+                ) from None
+            time.sleep(0.05)
+        except OSError as error:
+            print(
+                f"warning: {run_dir} cannot be locked ({error.strerror}): start one run in it at a time",
+                file=sys.stderr,
+            )
+            break
+    with explained_writing(run_dir / LOCK):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    _claims[run_dir.resolve()] = descriptor

@@ -344,10 +344,34 @@ def run_on_main(accelerator, function: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
+def clear_overflow(device) -> None:
+    """Forgets overflows so far, where cards note them in a flag."""
+    overflowed(device)
+
+
+def overflowed(device) -> bool:
+    """Whether a number left its type's range on this card since the last call, which clears the flag.
+
+    Only cards that saturate instead of giving inf are asked (Ascend910A: torch_npu/npu/utils.py, is_support_inf_nan
+    and get_npu_overflow_flag); there it costs one transfer to the host. On others inf and nan are in the numbers.
+    """
+    if device.type != "npu":
+        return False
+    from torch_npu.npu import utils
+
+    if utils.is_support_inf_nan():
+        return False
+    found = utils.get_npu_overflow_flag()
+    if found:
+        utils.clear_npu_overflow_flag()
+    return found
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that the card's memory, or the host's on CPU, is used up."""
     return (
-        type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, (RuntimeError, MemoryError)) and "out of memory" in str(error).lower())
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
         or "can't allocate memory" in str(error)
     )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -61,8 +62,15 @@ class Journal:
         with explained_writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         numbers = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
-        self.accelerator.log(numbers, step=record["step"])
+        with explained_writing(self.path.parent):
+            self.accelerator.log(numbers, step=record["step"])
         self.show(record)
+
+    def sync(self) -> None:
+        """Makes what was written durable, before a checkpoint claims that its steps are recorded."""
+        if self.is_main:
+            with explained_writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
 
     def show(self, record: dict) -> None:
         """Progress for people: a bar on a terminal, otherwise some twenty lines a run."""

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from sft.errors import UserError
 from sft.loss import chunked_token_nll, token_nll
@@ -25,12 +26,39 @@ from sft.loss import chunked_token_nll, token_nll
 # cap them (Gemma, Cohere, Granite …) and go through their own forward.
 PLAIN_HEAD = {"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "smollm3", "olmo2", "internlm2"}
 DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+BEFORE_5 = Version(transformers.__version__) < Version("5")  # with torch 2.1: 4.55 (requirements-torch21.txt)
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool = False):
     """The model's tokenizer. Raises: UserError when it cannot be found."""
     with _explained_loading("model_name_or_path", name_or_path):
+        settings = get_tokenizer_config(name_or_path) if BEFORE_5 else {}
+        if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 5 wrote it; its 4 has no such class
+            extra = settings.get("extra_special_tokens", [])
+            return PreTrainedTokenizerFast.from_pretrained(
+                name_or_path, extra_special_tokens={}, additional_special_tokens=extra
+            )
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+
+
+def load_config(name_or_path: str, trust_remote_code: bool = False):
+    """The model's configuration, with what transformers 5 writes into rope_parameters where transformers 4 reads it.
+
+    Raises: UserError when it cannot be found, or when transformers 4 would leave something out silently.
+    """
+    with _explained_loading("model_name_or_path", name_or_path):
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    rope = dict(getattr(config, "rope_parameters", None) or {}) if BEFORE_5 else {}
+    if rope:
+        if "rope_theta" not in rope:
+            raise UserError(
+                f"model_name_or_path {name_or_path} was saved by transformers 5 with rope_parameters that transformers "
+                f"{transformers.__version__} cannot read; save it with an older one, or use requirements.txt"
+            )
+        config.rope_theta = rope.pop("rope_theta")
+        config.partial_rotary_factor = rope.pop("partial_rotary_factor", 1.0)
+        config.rope_scaling = None if rope["rope_type"] == "default" else rope
+    return config
 
 
 @contextlib.contextmanager
@@ -64,9 +92,9 @@ def load_base(
     Raises: UserError when it cannot be found, or when its attention has features that the implementation would ignore.
     """
     register_packed_sdpa()
+    config = load_config(name_or_path, trust_remote_code)
+    check_attention(config, attn_implementation)
     with _explained_loading("model_name_or_path", name_or_path):
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-        check_attention(config, attn_implementation)
         arguments = {
             "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code, DTYPE_ARGUMENT: dtype
         }  # fmt: skip

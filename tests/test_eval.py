@@ -1,0 +1,272 @@
+"""eval.py: the same numbers whatever the ranks and batches, answers as transformers gives them, nothing scored twice."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from eval import main
+from sft import evaluation
+from sft.encoding import encode_dialogue, encode_prompt
+from sft.errors import UserError
+from tests.conftest import ENVIRONMENT, ROOT, launch, must, run_script
+
+FILES = ["differences.png", "length_loss.png", "loss.png", "predictions.jsonl", "report.json", "report.md", "report.zh-CN.md"]  # fmt: skip
+METRICS = [
+    "loss", "perplexity", "exact_match", "token_f1", "rougeL", "bleu", "chrf", "stop_rate", "empty_rate", "truncated_rate",
+    "repetition", "mean_length",
+]  # fmt: skip
+
+
+def read_report(directory) -> dict:
+    return json.loads((Path(directory) / "report.json").read_text(encoding="utf-8"))
+
+
+def read_predictions(directory) -> list[dict]:
+    lines = (Path(directory) / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_times(report: dict) -> dict:
+    assert report["times"].keys() == {"losses_s", "answers_s"}
+    return {key: value for key, value in report.items() if key != "times"}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny_run_dir, tmp_path_factory):
+    """An evaluation by one process, launched as a user would: (its directory, what it printed)."""
+    directory = tmp_path_factory.mktemp("one-rank") / "eval"
+    result = must(launch("cpu_1", "eval.py", "--run_dir", tiny_run_dir, "--output_dir", directory))
+    return directory, result.stdout
+
+
+@pytest.fixture
+def run_copy(tiny_run_dir, tmp_path) -> Path:
+    """A run directory that a test may spoil."""
+    return Path(shutil.copytree(tiny_run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("eval")))
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny_model_dir):
+    return AutoModelForCausalLM.from_pretrained(str(tiny_model_dir), attn_implementation="sdpa").eval()
+
+
+PROMPTS = [[5, 6, 7], [40], list(range(100, 160)), [9, 8, 7, 6, 5, 4, 3], [77, 78] * 8, [11, 12, 13, 14]]
+
+
+def test_report_holds_both_sides_and_their_differences(one_rank):
+    directory, printed = one_rank
+    report = read_report(directory)
+    assert sorted(os.listdir(directory)) == FILES  # no partial results are left behind
+    assert list(report["base"]) == list(report["adapter"]) == list(report["difference"]) == METRICS
+    assert report["rows"] == 19 and report["warnings"] == []
+    assert report["signature"]["decoding"].startswith("greedy|max_new_tokens:")
+    assert "|stop:<|im_end|>|" in report["signature"]["decoding"]
+    low, high = report["difference"]["loss"]["ci95"]
+    assert low < report["difference"]["loss"]["mean"] < high < 0  # training helped
+    assert (
+        "| loss ↓" in printed and "The adapter is better in loss" in printed and str(directory / "report.md") in printed
+    )
+
+
+def test_adapter_loss_is_the_last_eval_loss_of_training(one_rank, tiny_run_dir):
+    report = read_report(one_rank[0])
+    summary = json.loads((tiny_run_dir / "summary.json").read_text())
+    # Rows are packed otherwise than in training: float32 sums in another order.
+    assert report["adapter"]["loss"] == pytest.approx(summary["eval_loss"], abs=1e-6)
+    assert report["base"]["loss"] == pytest.approx(summary["first_eval_loss"], abs=1e-6)
+
+
+def test_two_ranks_and_another_batch_size_give_the_same_report(one_rank, tiny_run_dir, tmp_path):
+    must(launch("cpu_2", "eval.py", "--run_dir", tiny_run_dir, "--output_dir", tmp_path / "eval", "--batch_size", 3))
+    one, two = read_report(one_rank[0]), read_report(tmp_path / "eval")
+    for side in ("base", "adapter"):
+        assert two[side]["loss"] == pytest.approx(one[side]["loss"], abs=1e-6)
+        assert {**two[side], "loss": 0, "perplexity": 0} == {**one[side], "loss": 0, "perplexity": 0}
+    texts = [[(row["id"], row["base"], row["adapter"]) for row in read_predictions(place)]
+             for place in (one_rank[0], tmp_path / "eval")]  # fmt: skip
+    assert texts[0] == texts[1] and len(texts[0]) == 19
+
+
+def test_killed_evaluation_goes_on_and_gives_the_same_report(one_rank, tiny_run_dir, tmp_path, capsys):
+    arguments = ["--run_dir", str(tiny_run_dir), "--output_dir", str(tmp_path / "eval")]
+    process = subprocess.Popen(
+        [sys.executable, "eval.py", *arguments],
+        cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("adapter: 19 of 19 rows to answer"):
+            process.kill()
+            break
+    errors = process.communicate()[1]
+    assert process.returncode == -9, errors
+    assert sorted(os.listdir(tmp_path / "eval")) == [".partial-0.jsonl"]
+    main(arguments)
+    printed = capsys.readouterr().out
+    assert "base: 0 of 19 rows to answer" in printed
+    assert without_times(read_report(tmp_path / "eval")) == without_times(read_report(one_rank[0]))
+    assert sorted(os.listdir(tmp_path / "eval")) == FILES
+
+
+def test_batch_size_changes_no_loss_and_a_limit_takes_the_first_rows(run_copy):
+    reports = []
+    for size in (1, 5, 64):
+        main(["--run_dir", str(run_copy), "--no_generation", "--limit", "7", "--batch_size", str(size)])
+        reports.append(read_report(run_copy / "eval"))
+    assert list(reports[0]["adapter"]) == ["loss", "perplexity"]
+    for report in reports:
+        assert report["rows"] == 7 and report["warnings"] == ["fewer_rows"]
+        for side in ("base", "adapter"):
+            assert report[side]["loss"] == pytest.approx(reports[0][side]["loss"], abs=1e-6)
+    assert [row["adapter"] for row in read_predictions(run_copy / "eval")] == [None] * 7
+
+
+def test_untrained_adapter_is_told(run_copy, capsys):
+    tensors = load_file(str(run_copy / "adapter_model.safetensors"))
+    zeroed = {name: tensor * ("lora_B" not in name) for name, tensor in tensors.items()}
+    save_file(zeroed, str(run_copy / "adapter_model.safetensors"), metadata={"format": "pt"})
+    main(["--run_dir", str(run_copy), "--limit", "5", "--max_new_tokens", "4"])
+    assert "warning: the adapter changes nothing" in capsys.readouterr().err
+    report = read_report(run_copy / "eval")
+    assert report["warnings"] == ["adapter_changes_nothing", "fewer_rows"]
+    assert len(report["difference"]) == 12
+    assert all(low <= 0 <= high for low, high in (value["ci95"] for value in report["difference"].values()))
+
+
+def test_generation_is_that_of_transformers_row_by_row(tiny_model):
+    stop_ids = [2, 17, 200, 401, 402]  # random weights end at any of these sooner or later
+    batched = dict(evaluation.generate(tiny_model, PROMPTS, 40, stop_ids))
+    for index, prompt in enumerate(PROMPTS):
+        input_ids = torch.tensor([prompt])
+        expected = tiny_model.generate(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=40,
+            eos_token_id=stop_ids, pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        assert batched[index] == expected
+    assert sorted(batched) == list(range(6))
+
+
+def test_rows_leave_the_batch_when_they_stop(tiny_model):
+    free = dict(evaluation.generate(tiny_model, PROMPTS, 12, []))
+    stop = free[2][4]  # the third prompt's answer meets it at its fifth token at the latest
+    order, answers = zip(*evaluation.generate(tiny_model, PROMPTS, 12, [stop]))
+    for index, tokens in zip(order, answers):
+        cut = free[index].index(stop) + 1 if stop in free[index] else 12
+        assert tokens == free[index][:cut]  # those that stay go on as if nothing had happened
+    assert [len(tokens) for tokens in answers] == sorted(len(tokens) for tokens in answers)
+    assert len(answers[0]) < 12
+
+
+def test_prompt_ends_where_the_last_answer_begins(tiny_tokenizer):
+    assert evaluation.prompt_length([-100, -100, 5, 6]) == 2
+    assert evaluation.prompt_length([-100, 7, 8, -100, -100, 5, 6, -100]) == 5
+    asked = [
+        {"role": "user", "content": "rank?"},
+        {"role": "assistant", "content": "step"},
+        {"role": "user", "content": "梯度?"},
+    ]
+    row = encode_dialogue(tiny_tokenizer, [*asked, {"role": "assistant", "content": "通信"}], 512)
+    assert row.input_ids[: evaluation.prompt_length(row.labels)] == encode_prompt(tiny_tokenizer, asked)
+
+
+def test_answers_stop_at_the_templates_end_of_turn_and_every_known_eos(tiny_tokenizer, tiny_model):
+    end_of_turn = tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tiny_model.generation_config.eos_token_id = [0, end_of_turn]
+    assert evaluation.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [0, end_of_turn]
+    tiny_model.generation_config.eos_token_id = None
+    assert evaluation.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [end_of_turn]
+
+
+def test_partial_results_survive_a_cut_line_and_other_ranks_find_them(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    partial = evaluation.PartialResults(tmp_path, accelerator)
+    partial.add([{"key": "k", "id": "a", "answer": "梯度"}])
+    with open(tmp_path / ".partial-7.jsonl", "wb") as file:  # of an eighth rank that was killed while writing
+        file.write('\n{"key": "k", "id": "b", "answer": "x"}\n{"key": "k", "id": "c", "answer": "梯'.encode()[:-1])
+    partial.add([{"key": "k", "id": "d", "answer": "y"}])
+    found = evaluation.PartialResults(tmp_path, accelerator).found
+    assert {key: record["answer"] for key, record in found.items()} == {
+        ("k", "a"): "梯度",
+        ("k", "b"): "x",
+        ("k", "d"): "y",
+    }
+    partial.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def spoil(case: str, run: Path, dataset: Path) -> list[str]:
+    """Does to copies of a run and its data set what the case says; returns the arguments to evaluate with."""
+    arguments = ["--run_dir", str(run), "--dataset_dir", str(dataset)]
+    if case == "no run":
+        shutil.rmtree(run)
+    elif case == "unfinished":
+        for name in ("adapter_model.safetensors", "adapter_config.json", "summary.json"):
+            (run / name).unlink()
+    elif case == "no data set":
+        shutil.rmtree(dataset)
+    elif case == "lost data set":
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "dataset_dir": str(dataset / "moved")}))
+        return arguments[:2]
+    elif case == "nothing held out":
+        datasets.load_from_disk(str(dataset / "eval")).select([]).save_to_disk(str(dataset / "none"))
+        shutil.rmtree(dataset / "eval")
+        (dataset / "none").rename(dataset / "eval")
+    elif case in ("other data set", "other template", "other data set accepted"):
+        key = "template_sha256" if case == "other template" else "dataset_sha256"
+        manifest = json.loads((dataset / "manifest.json").read_text())
+        (dataset / "manifest.json").write_text(json.dumps({**manifest, key: "0" * 64}))
+        if case == "other data set accepted":
+            arguments += ["--allow_other_dataset", "--no_generation", "--limit", "3"]
+    elif case == "other base model":
+        provenance = json.loads((run / "provenance.json").read_text())
+        (run / "provenance.json").write_text(json.dumps({**provenance, "model_sha256": "0" * 64}))
+    elif case == "occupied":
+        arguments += ["--output_dir", str(run)]
+    elif case == "no rows":
+        arguments += ["--limit", "0"]
+    return arguments
+
+
+REFUSALS = {
+    "no run": r"run is not a run directory: it holds no config\.json",
+    "unfinished": r"is not a finished run: it holds checkpoint-\d+, checkpoint-91 but no adapter_config\.json, "
+    r"adapter_model\.safetensors, summary\.json; the train\.py command that began it",
+    "no data set": r"data does not exist",
+    "lost data set": r"moved, is not there .*; give its place with --dataset_dir",
+    "nothing held out": r"holds no rows out \(it was made with eval_fraction 0 .*give another with --dataset_dir",
+    "other data set": r"is not the data set that .* was trained on \(dataset_sha256 000000000000….*--allow_other_dataset",
+    "other template": r"was made with another template than the run's",
+    "other base model": r"is not the base model that .* the run's is 000000000000…\).*--model_name_or_path",
+    "occupied": r"output_dir .*run holds .* but no evaluation; choose another directory",
+    "no rows": r"limit is 0; it must be at least 1",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_wrong_use_is_refused_with_a_remedy(case, run_copy, dataset_dir, tmp_path):
+    arguments = spoil(case, run_copy, Path(shutil.copytree(dataset_dir, tmp_path / "data")))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=REFUSALS[case]):
+        main(arguments)
+    assert sorted(tmp_path.rglob("*")) == before  # nothing was written
+
+
+def test_other_data_set_is_accepted_on_request_and_named(run_copy, dataset_dir, tmp_path):
+    main(spoil("other data set accepted", run_copy, Path(shutil.copytree(dataset_dir, tmp_path / "data"))))
+    assert read_report(run_copy / "eval")["warnings"] == ["other_dataset", "fewer_rows"]
+
+
+def test_mistake_ends_with_one_sentence_and_status_2(tmp_path):
+    result = run_script("eval.py", "--run_dir", tmp_path / "none")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

@@ -443,6 +443,11 @@ def fit_micro_batch(plan: batching.BatchPlan, model, train_rows, accelerator) ->
     Tries forward and backward on the longest rows and, while any rank runs out of memory, divides the micro-batch and
     multiplies the accumulation. Raises: RunFailed when a single row does not fit.
     """
+    if device.is_sharded(accelerator):
+        raise UserError(
+            "auto_micro_batch does not work with FSDP: the ranks that do not run out of memory would wait for the others' "
+            "weights; choose per_device_train_batch_size by hand (`python doctor.py` estimates what fits)"
+        )
     while True:
         longest = np.argsort(-plan.lengths, kind="stable")[: plan.per_device_train_batch_size]
         batch = batching.collate([train_rows[int(row)] for row in longest])
@@ -522,8 +527,8 @@ def finish(run: Run, sizes: tuple[int, int]) -> None:
     accelerator, run_dir = run.accelerator, run.run_dir
     run.watchdog.reached(run.total_steps, "finishing")
     tensors = modeling.adapter_tensors(run.model, run.peft_model)
-    peak = torch.tensor([device.peak_memory_bytes(accelerator.device)], device=accelerator.device)
-    peaks = accelerator.gather(peak).tolist()
+    mine = [[device.peak_memory_bytes(accelerator.device), modeling.held_parameters(run.model)]]
+    peaks, held = accelerator.gather(torch.tensor(mine, device=accelerator.device)).T.tolist()
     if accelerator.is_main_process:
         from sft.report import plot_loss  # matplotlib is slow to import, and one process needs it
 
@@ -551,6 +556,7 @@ def finish(run: Run, sizes: tuple[int, int]) -> None:
             "steps": run.total_steps,
             "trainable_parameters": sizes[0],
             "total_parameters": sizes[1],
+            "held_parameters": held,
             "first_loss": losses[0],
             "last_loss": losses[-1],
             "first_eval_loss": held_out[0] if held_out else None,

@@ -265,6 +265,11 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
 
 
+def held_parameters(model: torch.nn.Module) -> int:
+    """Number of weights that this rank holds itself: all of them, or its shard's."""
+    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers add in front (DDP, TargetLoss) or in the middle (checkpoint wrapper)."""
     for part in ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 class Start:
     """One start of train.py: `pid` is the launcher's (the process itself when there is one only)."""
 
-    def __init__(self, server: "WarmServer", pid: int, log: Path, processes: int):
-        self.server, self.pid, self.log, self.processes = server, pid, log, processes
+    def __init__(self, pid: int, log: Path, processes: int, wait: Callable[[float], int]):
+        self.pid, self.log, self.processes, self._wait = pid, log, processes, wait
 
     @property
     def output(self) -> str:
@@ -62,7 +64,7 @@ class Start:
     def wait(self, timeout_s: float = 120) -> int:
         """The launcher's exit status; negative: the signal that ended it. Raises: TimeoutError, after killing all."""
         try:
-            return self.server.wait(self.pid, timeout_s)
+            return self._wait(timeout_s)
         except TimeoutError:
             self.kill_group()
             raise TimeoutError(f"not ended after {timeout_s} s; it printed:\n{self.output[-6000:]}") from None
@@ -101,7 +103,7 @@ class WarmServer:
         started = None
         while started is None:
             started = self._read().get("started")
-        return Start(self, started, log, processes)
+        return Start(started, log, processes, partial(self.wait, started))
 
     def run(self, *argv, processes: int = 2, env=None, limits=None, timeout_s: float = 120) -> tuple[int, str]:
         """(exit status, what it printed) of one start that is waited for."""

@@ -12,8 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from sft.errors import UserError
 
+# Letters of several scripts, composed and not, digits, blanks, line ends, signs: where tokenizers go different ways.
+PROBE = "It's HE'LL x=12345.678 １２ e\u0301é ﬁ  \t\n\n\r\n 中文，日本語 한국 Привет עברית 🙂👩\u200d💻 <b>&amp;</b> --->\u00a0a_b\u3000end "
 PACKAGES = ("torch", "torch_npu", "accelerate", "transformers", "peft", "datasets", "evaluate", "tokenizers")
 
 
@@ -37,15 +41,26 @@ def sha256_json(value: Any) -> str:
 
 
 def tokenizer_sha256(tokenizer) -> str:
-    """Hash of what decides token ids: each (token, id) pair and the special tokens. The chat template has its own."""
-    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    return sha256_json([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
+    """Hash of what decides token ids: each (token, id) pair, which of them are special, which ends a sequence, and the ids of
+    a text of many kinds of characters. The last finds what the vocabulary does not show: transformers 5 puts the
+    normalizer and pre-tokenizer of the model's family in place of those in tokenizer.json, transformers 4 does not."""
+    special = sorted(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    probe = tokenizer(PROBE, add_special_tokens=False).input_ids
+    return sha256_json([sorted(tokenizer.get_vocab().items()), special, tokenizer.eos_token_id, probe])
 
 
 def template_sha256(tokenizer) -> str:
-    """Hash of the chat template's source; of the empty string when the tokenizer has none."""
+    """Hash of the chat template's source and of what it makes of a short dialogue, which the version of transformers could
+    change; of the source alone when it prints the date or refuses the dialogue; of "" when the tokenizer has none."""
     template = tokenizer.chat_template or ""
-    return sha256_text(template if isinstance(template, str) else json.dumps(template, sort_keys=True))
+    source = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    if not source or "strftime_now" in source:
+        return sha256_text(source)
+    dialogue = [{"role": "user", "content": f" {PROBE} "}, {"role": "assistant", "content": PROBE}]
+    try:
+        return sha256_json([source, tokenizer.apply_chat_template(dialogue, tokenize=False)])
+    except (TemplateError, TypeError, ValueError):  # as in encoding.py, where each row's refusal is reported
+        return sha256_text(source)
 
 
 def model_sha256(directory_or_name: str) -> str | None:

@@ -26,11 +26,14 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "sim_ascend"
 TORCH_NPU = {"2.13": "2.13.0"}  # torch release -> the torch_npu that goes with it; one is enough, and one is tested
 CANN_VERSION = "8.5.0"
 
+COMPILER = ["g++", "-std=c++20", "-fPIC"]
+
 # libsimcann answers under each name that torch_npu links or opens; to the loader they are one file.
 CANN_LIBRARIES = ["ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi"]
 CANN_SYMBOL = re.compile(r"(acl|Hccl|Msprof|rt[A-Z])\w*")
 
-# A real toolkit has this file too. The word "simulated" in it is how a program can tell: see README.md.
+# How a program can tell that it is not on hardware: ASCEND_HOME_PATH holds a file of this name. A real toolkit has the other.
+MARKER = "SIMULATED"
 INSTALL_INFO = """package_name=Ascend-cann-toolkit (simulated)
 version={version}
 innerversion=simulated
@@ -80,7 +83,10 @@ def build() -> Path:
         if not target.is_dir():
             scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=CACHE))
             try:
-                _compile(scratch, wheel / "torch_npu")
+                library = scratch / "lib"
+                library.mkdir()
+                _compile_cann(library, wheel / "torch_npu")
+                _compile_operators(library)
                 _lay_out_cann(scratch / "cann", target / "cann")
                 scratch.rename(target)
             finally:
@@ -108,31 +114,31 @@ def install_wheel() -> Path:
     return folder
 
 
-def _compile(target: Path, torch_npu: Path) -> None:
-    library, objects = target / "lib", target / "objects"
-    library.mkdir()
-    objects.mkdir()
-    torch = _torch_folder()
+def _compile_cann(library: Path, torch_npu: Path) -> None:
+    """Makes libsimcann.so and its other names in the folder `library`."""
     headers = torch_npu / "include"
-    compiler = ["g++", "-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-deprecated-declarations"]
-    cann_headers = [headers / "third_party/acl/inc", headers / "third_party/hccl/inc", headers, torch / "include", SOURCES]
-    includes = [f"-I{folder}" for folder in cann_headers]
-    parts = []
-    for source in ("acl.cpp", "hccl.cpp", "opapi.cpp"):
-        parts.append(objects / f"{source}.o")
-        version = f'-DCANN_VERSION="{CANN_VERSION}"'
-        _run([*compiler, version, *includes, "-c", SOURCES / source, "-o", parts[-1]], f"{source} does not compile")
-    rest = objects / "unsupported.cpp"
-    rest.write_text(_unsupported_functions(torch_npu, parts))
-    simcann = library / "libsimcann.so"
-    _run([*compiler, f"-I{SOURCES}", "-shared", *parts, rest, "-ldl", "-o", simcann], "libsimcann does not link")
+    vendor = [headers, headers / "third_party" / "acl" / "inc", headers / "third_party" / "hccl" / "inc"]
+    includes = [f"-I{folder}" for folder in (SOURCES, *vendor, _torch_folder() / "include")]
+    flags = [*COMPILER, "-O2", "-Wall", "-Wextra", "-Wno-deprecated-declarations", f'-DCANN_VERSION="{CANN_VERSION}"']
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = [Path(scratch) / f"{name}.o" for name in ("acl", "hccl", "opapi")]
+        for file in objects:
+            source = SOURCES / f"{file.stem}.cpp"
+            _run([*flags, *includes, "-c", source, "-o", file], f"{source.name} does not compile")
+        rest = Path(scratch) / "unsupported.cpp"
+        rest.write_text(_unsupported_functions(torch_npu, objects))
+        simcann = library / "libsimcann.so"
+        _run([*flags, *includes, "-shared", *objects, rest, "-ldl", "-o", simcann], "libsimcann does not link")
     for name in CANN_LIBRARIES:
         (library / f"lib{name}.so").symlink_to(simcann.name)
-    torch_flags = [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
-    operators = [SOURCES / "operators.cpp", *torch_flags, "-o", library / "libsimoperators.so"]
-    # Warnings inside torch's own headers say nothing about this code.
-    _run(["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *operators], "operators.cpp does not compile")
-    shutil.rmtree(objects)
+
+
+def _compile_operators(library: Path) -> None:
+    """Makes libsimoperators.so. Without warnings: most would be about torch's headers."""
+    torch = _torch_folder()
+    flags = [*COMPILER, "-O1", "-w", "-shared", f"-I{torch / 'include'}", f"-L{torch / 'lib'}"]
+    output = ["-ltorch_cpu", "-lc10", "-o", library / "libsimoperators.so"]
+    _run([*flags, SOURCES / "operators.cpp", *output], "operators.cpp does not compile")
 
 
 def _unsupported_functions(torch_npu: Path, parts: list[Path]) -> str:
@@ -156,6 +162,7 @@ def _lay_out_cann(folder: Path, final: Path) -> None:
     (folder / arch).mkdir()
     text = INSTALL_INFO.format(version=CANN_VERSION, arch=platform.machine(), path=final / arch)
     (folder / arch / "ascend_toolkit_install.info").write_text(text)
+    (folder / MARKER).write_text("Made by tests/sim_ascend. Nothing seen here is a result on Ascend hardware.\n")
 
 
 def _torch_npu_version() -> str:
@@ -200,4 +207,3 @@ def _run(command: list, what: str) -> str:
     if done.returncode != 0:
         raise Unavailable(f"{what}: {done.stderr.strip()[-2000:]}")
     return done.stdout
-

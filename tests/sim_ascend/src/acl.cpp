@@ -133,6 +133,16 @@ Machine& machine()
 }
 
 thread_local int32_t current_card = -1;  // each host thread chooses its card with aclrtSetDevice
+std::atomic<bool> initialised{false};
+
+// Since CANN 8.3 torch_npu passes aclInit a file (torch_npu/acl_default.json) with "default_device": "0": a thread that
+// has not chosen gets card 0 when it needs one. torch_npu looks for the file beside torch and so does not find it in a
+// folder of its own; what it says is done here all the same.
+bool needs_card()
+{
+    if (current_card < 0 && initialised && !machine().visible().empty()) current_card = 0;
+    return current_card >= 0;
+}
 
 int no_context(const char* function)
 {
@@ -173,6 +183,7 @@ extern "C" {
 aclError aclInit(const char*)
 {
     static const int status = load_operators();
+    initialised = true;
     return status;
 }
 
@@ -305,7 +316,7 @@ aclError aclrtDeviceGetBareTgid(int32_t* pid)
 
 aclError aclrtMalloc(void** pointer, size_t size, aclrtMemMallocPolicy)
 {
-    if (current_card < 0) return no_context("aclrtMalloc");
+    if (!needs_card()) return no_context("aclrtMalloc");
     Machine& m = machine();
     std::lock_guard<std::mutex> guard(m.lock);
     if (!m.reserve(current_card, size)) return out_of_memory(size);
@@ -336,7 +347,7 @@ aclError aclrtFree(void* pointer)
 
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total)
 {
-    if (current_card < 0) return no_context("aclrtGetMemInfo");
+    if (!needs_card()) return no_context("aclrtGetMemInfo");
     Machine& m = machine();
     std::lock_guard<std::mutex> guard(m.lock);
     *total = m.capacity();
@@ -452,7 +463,7 @@ aclError aclrtMemsetAsync(void* pointer, size_t room, int32_t value, size_t coun
 
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t)
 {
-    if (current_card < 0) return no_context("aclrtCreateStream");
+    if (!needs_card()) return no_context("aclrtCreateStream");
     static std::atomic<int32_t> next{0};
     *stream = new Stream{next++};
     return ACL_SUCCESS;

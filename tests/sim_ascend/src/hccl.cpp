@@ -197,12 +197,11 @@ public:
             const size_t n = std::min(kChunk, length - offset);
             post(slot(rank), offset, n);
             if (const HcclResult result = barrier(call.name, timeout_s_)) return result;
-            if (offset == 0) {
-                for (uint32_t r = 0; r < ranks; ++r)
-                    if (std::memcmp(&shared_->calls[r], &call, sizeof(Call)) != 0) return mismatch(call, r);
-            }
-            take(slots, offset, n);
+            const std::string mismatch = offset == 0 ? compare_calls() : "";
+            if (mismatch.empty()) take(slots, offset, n);
+            // All ranks come here, mismatch or not: none may touch its slot or its call while another still reads them.
             if (const HcclResult result = barrier(call.name, timeout_s_)) return result;
+            if (!mismatch.empty()) return fail(HCCL_E_PARA, mismatch);
             offset += n;
         } while (offset < length);
         return HCCL_SUCCESS;
@@ -275,16 +274,21 @@ private:
         return fail(HCCL_E_REMOTE, std::string(name) + ": another rank of this communicator has given up");
     }
 
-    HcclResult mismatch(const Call& mine, uint32_t other_rank)
+    // Empty if all ranks run the same operation; else how this rank's differs from another's. If not all are the same,
+    // each rank finds one that differs from its own.
+    std::string compare_calls() const
     {
-        const auto describe = [](const Call& c) {
+        const auto describe = [this](uint32_t r) {
+            const Call& c = shared_->calls[r];
             std::ostringstream text;
-            text << c.name << " count " << c.count << " type " << c.data_type << " op " << c.reduce_op << " root " << c.root;
+            text << "rank " << r << " runs " << c.name << " count " << c.count << " type " << c.data_type << " op "
+                 << c.reduce_op << " root " << c.root;
             return text.str();
         };
-        return fail(HCCL_E_PARA, "EI0005: inconsistent collective: rank " + std::to_string(rank) + " runs "
-                    + describe(mine) + ", rank " + std::to_string(other_rank) + " runs "
-                    + describe(shared_->calls[other_rank]));
+        for (uint32_t r = 0; r < ranks; ++r)
+            if (std::memcmp(&shared_->calls[r], &shared_->calls[rank], sizeof(Call)) != 0)
+                return "EI0005: inconsistent collective: " + describe(rank) + ", " + describe(r);
+        return "";
     }
 
     HcclResult barrier(const char* name, double limit_s)

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 
+from sft.errors import UserError
 from sft.failures import explain, remedy_for
 
 LATE = 3  # exit status when a rank did not come in time
@@ -27,10 +28,16 @@ class Rendezvous:
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher's own process holds the store
         settings = {"timeout": timedelta(seconds=deadline_s), "wait_for_workers": False, "multi_tenant": True}
-        store = TCPStore(host, port, is_master=self.rank == 0 and not served, **settings)
+        try:
+            store = TCPStore(host, port, is_master=self.rank == 0 and not served, **settings)
+            # A store answers one call at a time: the watch needs its own connection while the first one may be waiting.
+            self.watch = PrefixStore("doctor", TCPStore(host, store.port, is_master=False, **settings))
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {self.rank} cannot reach the rendezvous at {host}:{port} ({str(error).splitlines()[0]}); check "
+                "main_process_ip, main_process_port and the firewall, and that rank 0 has started"
+            ) from None
         self.store = PrefixStore("doctor", store)
-        # A store answers one call at a time: the watch needs its own connection while the first one may be waiting.
-        self.watch = PrefixStore("doctor", TCPStore(host, store.port, is_master=False, **settings))
 
     def sign(self, step: str, value: str = "here") -> None:
         self.store.set(f"{step}/{self.rank}", value)
@@ -90,7 +97,6 @@ def check_collectives(deadline_s: float, max_mib: int, parameters: int) -> bool:
     import torch.distributed as dist
 
     from sft.device import any_card, check_launch, device_name, is_simulated, launch_promise
-    from sft.errors import UserError
 
     meeting = Rendezvous(deadline_s)
     rank, size = meeting.rank, meeting.world_size

@@ -63,8 +63,7 @@ def kept_bytes_per_token(config, plan: Plan) -> int:
     each LoRA its input. Counting rules: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
     Transformer Models", section 4, applied to a frozen base.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     query = heads * (getattr(config, "head_dim", None) or hidden // heads)
     size = plan.dtype.itemsize
     inputs = {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden, "o_proj": query, "gate_proj": hidden,
@@ -87,7 +86,17 @@ def kept_bytes_per_token(config, plan: Plan) -> int:
 
 
 def estimate(config, plan: Plan) -> dict[str, int]:
-    """Bytes by part at the moment of the highest use, the start of the backward pass."""
+    """Bytes by part at the moment of the highest use, the start of the backward pass.
+
+    Raises: UserError for a model whose layers are not counted here (mixture of experts, not of Llama's shape).
+    """
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if not all(hasattr(config, name) for name in shape) or any(
+        hasattr(config, n) for n in ("num_experts", "num_local_experts")
+    ):
+        raise UserError(
+            f"{config.model_type} is not a dense model of Llama's shape; the estimate does not count its layers"
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     size, hidden, vocabulary = plan.dtype.itemsize, config.hidden_size, config.vocab_size
@@ -171,7 +180,7 @@ def estimate_run(
         "and FSDP over 8 cards": replace(plan, checkpointing=True, shards=8),
     }.items():
         needed = sum(estimate(config, other).values()) + OUTSIDE_TORCH_BYTES
-        fits = [card["name"] for card in knowledge("versions")["cards"] if needed <= card["gib"] * GIB]
+        fits = [card["name"] for card in knowledge("versions")["cards"] if needed <= card["gib"] * GIB]  # usable
         alternatives[label] = {"bytes": needed, "fits": fits}
     lines = [f"{settings.model_name_or_path}: {plan.tokens} tokens a micro-batch, base in {str(plan.dtype)[6:]}"
              + (f", FSDP over {plan.shards}" if plan.shards > 1 else "")

@@ -1,6 +1,7 @@
 """A dialogue as token ids and labels, through the tokenizer's own chat template."""
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from sft.errors import UserError
 IGNORED = -100  # label of a token that is not a target; PyTorch's default ignore_index
 
 # Unicode noncharacters, never valid in text that is exchanged, stand for special tokens while a row is rendered:
-# "\ufdd0 3 \ufdd1" for the 4th one where a user typed it, "\ufdd2 3 \ufdd3" where the template put it.
+# "\ufdd0 3 \ufdd1" for the 4th one where a user typed it, "\ufdd2 3 \ufdd3" where the template put it; \ufdd4 is a probe.
 _NONCHARACTERS = re.compile("[\ufdd0-\ufddf]")
 _TYPED = re.compile("\ufdd0(\\d+)\ufdd1")
 _ALIAS = re.compile("\ufdd2\\d+\ufdd3")
@@ -66,6 +67,20 @@ class _Encoder:
         self.real = {self.backend.token_to_id(self.alias(name)): i for name, (i, _) in added.items()}
         self.first_alias = min(self.real, default=self.backend.get_vocab_size())
         self.heads: dict[str, list[int]] = {}
+        self.leads = self.count_leads()
+
+    def count_leads(self) -> tuple[int, int]:
+        """How many special tokens the template puts between the prompt and an answer: an earlier one, and the last."""
+        probe = [{"role": role, "content": "probe"} for role in ("user", "assistant")] * 2
+        counts = []
+        for position in (1, 3):
+            messages = [dict(message) for message in probe]
+            messages[position]["content"] = "\ufdd4"
+            text, prompt = self.render([messages], False)[0], self.render([messages[:position]], True)[0]
+            refused = isinstance(text, ValueError) or isinstance(prompt, ValueError) or not text.startswith(prompt)
+            lead, found, _ = ("", "", "") if refused else text[len(prompt) :].partition("\ufdd4")
+            counts.append(len(_ALIAS.findall(lead)) if found else 0)
+        return counts[0], counts[1]
 
     def alias(self, name: str) -> str:
         return f"\ufdd2{self.number[name]}\ufdd3"
@@ -155,7 +170,8 @@ def encode_dialogues(
     turns: dict[int, list[_Turn]] = {row: [] for row in safe}
     for (row, position), prompt in zip(asked, prompts):
         try:
-            turns[row].append(_find_turn(texts[row], prompt, safe[row][position]["content"]))
+            lead = encoder.leads[position == len(safe[row]) - 1]
+            turns[row].append(_find_turn(texts[row], prompt, safe[row][position]["content"], lead))
         except ValueError as error:
             reasons.setdefault(row, str(error))
     good = [row for row in safe if row not in reasons]
@@ -190,23 +206,24 @@ def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
     return encoder.tokens(encoder.encode([text])[0])
 
 
-def _find_turn(text: str | ValueError, prompt: str | ValueError, content: str) -> _Turn:
-    """Where the answer `content` lies in `text`. Raises: ValueError with the reason why that cannot be told."""
+def _find_turn(text: str | ValueError, prompt: str | ValueError, content: str, lead: int) -> _Turn:
+    """Where the answer `content` lies in `text`; the template puts `lead` special tokens before it.
+
+    Raises: ValueError with the reason why that cannot be told.
+    """
     for refusal in (text, prompt):
         if isinstance(refusal, ValueError):
             raise refusal
     if not text.startswith(prompt):
         raise ValueError("the chat template renders the prompt differently once an answer follows")
-    content = content.strip()  # some templates strip
-    at = text.find(content, len(prompt))
-    if at < 0:
-        raise ValueError("the chat template rewrites or leaves out a part of the answer")
-    end = _ALIAS.search(text, at + len(content))
+    end = next(itertools.islice(_ALIAS.finditer(text, len(prompt)), lead, None), None)
     if end is None:
         raise ValueError("the chat template puts no special token after the answer, so no end of turn can be learnt")
+    if content.strip() not in text[len(prompt) : end.start()]:  # some templates strip
+        raise ValueError("the chat template rewrites or leaves out a part of the answer")
     before = list(_ALIAS.finditer(prompt))
     head = prompt[before[-1].start() :] if before else prompt
-    return _Turn(head, len(before) - 1 if before else None, len(_ALIAS.findall(text, 0, end.end())) - 1)
+    return _Turn(head, len(before) - 1 if before else None, len(before) + lead)
 
 
 def _label(encoder: _Encoder, ids: list[int], turns: list[_Turn]) -> list[int]:

@@ -222,21 +222,23 @@ def _read_array(text: str, path: str) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
     space = re.compile(r"[ \t\r\n\ufeff]*")
     line, counted = 1, 0
-    at = space.match(text).end() + 1
-    closes = text.startswith("]", space.match(text, at).end())
+    at = space.match(text, space.match(text).end() + 1).end()
+    is_first = True
     try:
-        while not closes:
-            at = space.match(text, at).end()
+        while not (is_first and text.startswith("]", at)):
+            is_first = False
             value, end = decoder.raw_decode(text, at)
             line += text.count("\n", counted, at)
             counted = at
             yield line, value
             at = space.match(text, end).end()
-            closes = text.startswith("]", at)
-            if not closes and not text.startswith(",", at):
+            if text.startswith("]", at):
+                break
+            if not text.startswith(",", at):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-            at += 1
-        if text[at:].strip():
+            at = space.match(text, at + 1).end()
+        at = space.match(text, at + 1).end()
+        if at < len(text):
             raise json.JSONDecodeError("Text after the array", text, at)
     except json.JSONDecodeError as error:
         hint = "delete the comma before ]" if text.startswith("]", error.pos) else "mend the file there"

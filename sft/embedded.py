@@ -46,10 +46,11 @@ def convert(gguf: Path, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = {"gguf_file": gguf.name}
+    eager = {"attn_implementation": "eager"}  # transformers 4.55 asks its default, sdpa, of torch 2.1.1
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **where)
-    read = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **where).to(torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **where, **eager).to(torch.float32)
     config = AutoConfig.from_pretrained(str(gguf.parent), **where)
-    model = AutoModelForCausalLM.from_config(config)  # a model read from GGUF counts as quantised and cannot be saved
+    model = AutoModelForCausalLM.from_config(config, **eager)  # a model read from GGUF counts as quantised and cannot be saved
     model.load_state_dict(read.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(str(directory))

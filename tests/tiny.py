@@ -51,6 +51,7 @@ def save_model(directory: Path, tokenizer, hidden_size: int = 64, layers: int = 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        attn_implementation="eager",  # transformers 4.55 asks its default, sdpa, of torch 2.1.1
     )
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():  # larger than the usual start, so that losses differ from row to row

@@ -292,8 +292,12 @@ def is_simulated() -> bool:
 
 
 def describe(accelerator) -> dict:
-    """What the run is made on, for environment.json."""
+    """What the run is made on, for environment.json. One object collective: call it on every rank."""
     import torch
+    from accelerate.utils import gather_object
+
+    mine = {"rank": accelerator.process_index, "host": socket.gethostname(), "device": str(accelerator.device)}
+    ranks = gather_object([mine]) if accelerator.num_processes > 1 else [mine]
 
     return {
         "device": str(accelerator.device),
@@ -301,6 +305,7 @@ def describe(accelerator) -> dict:
         "backend": backend(),
         "distributed_type": str(accelerator.distributed_type.value),
         "world_size": accelerator.num_processes,
+        "ranks": ranks,
         "simulated": accelerator.device.type == "npu" and is_simulated(),
         "mixed_precision": accelerator.mixed_precision,
         "host": socket.gethostname(),

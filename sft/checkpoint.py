@@ -17,6 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
 from peft import PeftModel
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from sft.artifacts import explained_writing, new_directory, read_json, sha256_file, write_json
@@ -128,7 +129,18 @@ def problem(path: Path) -> str | None:
             return f"{path / name} is missing"
         if sha256_file(path / name) != expected:
             return f"{path / name} does not have its checksum: it is damaged"
+        if name.endswith(".safetensors") and not is_safetensors(path / name):
+            return f"{path / name} is not a safetensors file; nothing else is loaded, as unpickling runs code"
     return None
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file has a valid safetensors header."""
+    try:
+        with safe_open(str(path), framework="pt"):
+            return True
+    except SafetensorError:
+        return False
 
 
 def directories(run_dir: Path) -> list[Path]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.warm import WarmServer
 from tests import tiny
+from tests.sim_ascend.fixtures import npu_environment, simulated_environment  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -110,6 +112,13 @@ def tiny_model_dir(session_dir) -> Path:
         tiny.save_model(path, tiny.save_tokenizer(path, texts))
 
     return once(session_dir / "tiny-model", make)
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """Starts train.py by a fork of a process that has imported everything, for tests that start it many times."""
+    with WarmServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

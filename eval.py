@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
 import numpy as np
 from tqdm import tqdm
 
@@ -62,14 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     settings = parse(EvalConfig, argv, __doc__)
     started = time.perf_counter()
     run = open_run(settings)
-    manifest, rows = open_rows(settings, run)
     output_dir = open_output(settings)
-    accelerator = device.start(settings.ddp_timeout)
-
-    # One load serves both sides: the base is the adapted model with its adapter switched off.
     model_name = settings.model_name_or_path or run.config["model_name_or_path"]
     trust_remote_code = run.config["trust_remote_code"]
     tokenizer = modeling.load_tokenizer(model_name, trust_remote_code)
+    manifest, rows = open_rows(settings, run, tokenizer)
+    accelerator = device.start(settings.ddp_timeout)
+
+    # One load serves both sides: the base is the adapted model with its adapter switched off.
     dtype = device.base_dtype(run.config["dtype"], accelerator.device)
     base = modeling.load_base(model_name, dtype, accelerator.device, trust_remote_code=trust_remote_code)
     model = modeling.load_adapter(base, settings.run_dir).to(accelerator.device).eval()
@@ -142,7 +143,7 @@ def open_run(settings: EvalConfig) -> report.Run:
     return run
 
 
-def open_rows(settings: EvalConfig, run: report.Run) -> tuple[dict, "object"]:
+def open_rows(settings: EvalConfig, run: report.Run, tokenizer) -> tuple[dict, datasets.Dataset]:
     """The manifest and the held-out rows. Raises: UserError when they are missing, none, or not the run's."""
     directory = settings.dataset_dir or run.config["dataset_dir"]
     if not settings.dataset_dir and not Path(directory).is_dir():
@@ -158,12 +159,16 @@ def open_rows(settings: EvalConfig, run: report.Run) -> tuple[dict, "object"]:
             f"run's is {trained_on[:12]}…), so its held-out rows may have been trained on; give the run's, or accept this "
             f"one with --dataset_dir {directory} --allow_other_dataset"
         )
-    for what in ("tokenizer_sha256", "template_sha256"):
-        if manifest[what] != run.provenance[what]:
-            raise UserError(
-                f"{directory} was made with another {what.removesuffix('_sha256')} than the run's, its token ids mean "
-                f"something else; make it again with data_prep.py --model_name_or_path {run.config['model_name_or_path']}"
-            )
+    for what, found in (
+        ("tokenizer", artifacts.tokenizer_sha256(tokenizer)),
+        ("template", artifacts.template_sha256(tokenizer)),
+    ):
+        for place, made_from in ((run.directory, run.provenance), (directory, manifest)):
+            if made_from[f"{what}_sha256"] != found:
+                raise UserError(
+                    f"{place} was made with another {what} than {tokenizer.name_or_path} has, so its token ids mean "
+                    "something else; give the run's base model with --model_name_or_path, and a data set made with it"
+                )
     rows = artifacts.load_split(directory, "eval")
     if not len(rows):
         raise UserError(

@@ -218,7 +218,7 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
         (run / "config.json").write_text(json.dumps({**config, "dataset_dir": str(dataset / "moved")}))
         return arguments[:2]
     elif case == "nothing held out":
-        datasets.load_from_disk(str(dataset / "eval")).select([]).save_to_disk(str(dataset / "none"))
+        datasets.load_from_disk(str(dataset / "eval")).select([]).save_to_disk(str(dataset / "none"), num_shards=1)
         shutil.rmtree(dataset / "eval")
         (dataset / "none").rename(dataset / "eval")
     elif case in ("other data set", "other template", "other data set accepted"):
@@ -245,7 +245,7 @@ REFUSALS = {
     "lost data set": r"moved, is not there .*; give its place with --dataset_dir",
     "nothing held out": r"holds no rows out \(it was made with eval_fraction 0 .*give another with --dataset_dir",
     "other data set": r"is not the data set that .* was trained on \(dataset_sha256 000000000000….*--allow_other_dataset",
-    "other template": r"was made with another template than the run's",
+    "other template": r"data was made with another template than .* has",
     "other base model": r"is not the base model that .* the run's is 000000000000…\).*--model_name_or_path",
     "occupied": r"output_dir .*run holds .* but no evaluation; choose another directory",
     "no rows": r"limit is 0; it must be at least 1",

@@ -52,7 +52,23 @@ def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 def make_rows(count: int, seed: int = 7) -> list[dict]:
     """Question–answer rows of very different lengths, in English and Chinese."""
     draw = random.Random(seed)
-    words = "rank step gradient card memory loss adapter token batch epoch 梯度 显存 通信 训练 模型".split()
+    words = [
+        "rank",
+        "step",
+        "gradient",
+        "card",
+        "memory",
+        "loss",
+        "adapter",
+        "token",
+        "batch",
+        "epoch",
+        "梯度",
+        "显存",
+        "通信",
+        "训练",
+        "模型",
+    ]
     return [
         {
             "question": f"Question {i}: {' '.join(draw.choices(words, k=draw.randint(1, 8)))}?",

@@ -158,6 +158,8 @@ def start(
     use_cpu = promise.kind == "cpu" if promise else not any_card()
     if not use_cpu and promise and not any_card():
         check_launch(promise, "cpu", int(os.environ.get("WORLD_SIZE", "1")))
+    if use_cpu and torch_version() < (2, 2):  # has no torch.cpu.set_device, which Accelerate would call
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=ddp_timeout))
     check_launch(promise, state.device.type, state.num_processes)
     if not (state.is_main_process and sys.stderr.isatty()):
@@ -194,6 +196,11 @@ def sharding_plugin(state):
             raise UserError(f"parallelism_config_{name.lower()}_size is {size}: {REFUSED_PARALLELISM[name]}")
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
+    if torch_version() < (2, 6):  # accelerate 1.15, constants.FSDP2_PYTORCH_VERSION
+        raise UserError(
+            "the launch configuration asks for FSDP, which needs torch 2.6 or newer, and this is torch "
+            f"{library_versions()['torch']}; use a configuration without it (every card then holds the whole base)"
+        )
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("fsdp_version is 1, under which PEFT saves adapters without a tensor; set fsdp_version: 2")
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
@@ -215,6 +222,12 @@ def sharding_plugin(state):
         if half
         else MixedPrecisionPolicy(),
     )
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the installed torch."""
+    major, minor = library_versions()["torch"].split(".")[:2]
+    return int(major), int(minor)
 
 
 def any_card() -> bool:

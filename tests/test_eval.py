@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from eval import main
 from sft import evaluation
@@ -58,6 +58,14 @@ def run_copy(tiny_run_dir, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def tiny_model(tiny_model_dir):
     return AutoModelForCausalLM.from_pretrained(str(tiny_model_dir), attn_implementation="sdpa").eval()
+
+
+@pytest.fixture(scope="module")
+def tiny_gpt2():
+    """A model with learned positions: counted from the wrong place they change everything, which RoPE would hide."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=600, n_positions=256, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3)
+    return GPT2LMHeadModel(config).eval()
 
 
 PROMPTS = [[5, 6, 7], [40], list(range(100, 160)), [9, 8, 7, 6, 5, 4, 3], [77, 78] * 8, [11, 12, 13, 14]]
@@ -142,12 +150,14 @@ def test_untrained_adapter_is_told(run_copy, capsys):
     assert all(low <= 0 <= high for low, high in (value["ci95"] for value in report["difference"].values()))
 
 
-def test_generation_is_that_of_transformers_row_by_row(tiny_model):
+@pytest.mark.parametrize("name", ["tiny_model", "tiny_gpt2"])
+def test_generation_is_that_of_transformers_row_by_row(name, request):
+    model = request.getfixturevalue(name)
     stop_ids = [2, 17, 200, 401, 402]  # random weights end at any of these sooner or later
-    batched = dict(evaluation.generate(tiny_model, PROMPTS, 40, stop_ids))
+    batched = dict(evaluation.generate(model, PROMPTS, 40, stop_ids))
     for index, prompt in enumerate(PROMPTS):
         input_ids = torch.tensor([prompt])
-        expected = tiny_model.generate(
+        expected = model.generate(
             input_ids=input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=40,
             eos_token_id=stop_ids, pad_token_id=0,
         )[0, len(prompt) :].tolist()  # fmt: skip

@@ -41,7 +41,7 @@ class EvalConfig:
     output_dir: str | None = option(None, "where the report goes; none: RUN_DIR/eval")
     batch_size: int = option(16, "rows that a rank answers at once; changes speed and memory only")
     max_new_tokens: int | None = option(
-        None, "tokens of an answer, at most; none: as many as the longest reference answer of the held-out rows has"
+        None, "tokens of an answer, at most; none: as many as the longest reference answer of these rows has"
     )
     limit: int | None = option(None, "evaluate the first rows only, this many")
     generation: bool = option(True, "let both models answer; --no_generation scores losses only")
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     losses_done = time.perf_counter()
     if settings.generation:
         base.set_attn_implementation(modeling.generation_attention())
-        decoding = choose_decoding(settings, tokenizer, base, rows, manifest)
+        decoding = choose_decoding(settings, tokenizer, base, rows)
         answers = {}
         for side in SIDES:
             with switched(model, side), explained_memory(settings):
@@ -238,7 +238,7 @@ def score_losses(side: str, model, rows, settings: EvalConfig, run: report.Run, 
     return np.array([partial.found[key, row_id]["nll"] for row_id in rows["id"]])
 
 
-def choose_decoding(settings: EvalConfig, tokenizer, base, rows, manifest: dict) -> dict:
+def choose_decoding(settings: EvalConfig, tokenizer, base, rows) -> dict:
     """What decides an answer beside the model: where it stops."""
     longest = max(len(labels) - evaluation.prompt_length(labels) for labels in rows["labels"])
     return {

@@ -87,7 +87,7 @@ def default_ranks(session_dir, simulated_environment) -> dict:
 def npu_ranks(session_dir, npu_environment) -> dict:
     """Two ranks with the settings that train.py uses, simulated or real."""
     variables = {"TASK_QUEUE_ENABLE": "2", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
-    parts = ["sums_between_operators", "ddp", "fsdp2"]
+    parts = ["sums_between_operators", "ddp", "fsdp2", "thread"]
     return ranks_once(session_dir / "npu-ranks-2", parts, {**npu_environment, **variables})
 
 
@@ -283,6 +283,13 @@ def test_gradients_of_two_cards_are_those_of_one_cpu_process(npu_ranks, kind, on
     for rank in npu_ranks["ranks"]:
         # Matrix products on hardware may round their inputs (HF32).
         assert rank[kind]["difference"] < (1e-3 if on_hardware else FLOAT32_SUMS)
+
+
+def test_a_thread_that_chose_no_card_disturbs_no_gradient(npu_ranks):
+    """It was counted as a use of card 0, for which rank 1 has no streams: autograd ended the process."""
+    assert len(npu_ranks["ranks"]) == 2
+    for rank in npu_ranks["ranks"]:
+        assert rank["thread"] == {"doubled": [6.0] * 4, "gradient": [6.0] * 4}
 
 
 # ---- Accelerate -----------------------------------------------------------------------------------------------------

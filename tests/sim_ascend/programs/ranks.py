@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -112,6 +113,15 @@ def fsdp2() -> dict:
     F.cross_entropy(model(inputs), targets).backward()
     pairs = zip(model.parameters(), reference_gradients())
     return {"difference": max((mine.grad.full_tensor().cpu() - other).abs().max().item() for mine, other in pairs)}
+
+
+def thread() -> dict:
+    """A gradient after another thread, which has chosen no card, used a tensor of this rank's."""
+    tensor = torch.full((4,), 3.0, device=f"npu:{RANK}", requires_grad=True)
+    with ThreadPoolExecutor(1) as pool:
+        doubled = pool.submit(lambda: (tensor.detach() * 2).to("cpu")).result()
+    (tensor * tensor).sum().backward()
+    return {"doubled": doubled.tolist(), "gradient": tensor.grad.tolist()}
 
 
 def mismatch() -> dict:

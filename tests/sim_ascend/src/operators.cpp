@@ -8,6 +8,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
@@ -115,6 +116,9 @@ public:
     {
         npu_arguments_.assign(stack_.begin() + begin_, stack_.end());
         for (size_t i = begin_; i < stack_.size(); ++i) move_argument(stack_[i]);
+        // As generated kernels do. A thread that has chosen no card is put back without touching card 0: to
+        // synchronizeDevice alone, "back" would mean card 0, and autograd then expects streams on it.
+        const c10::OptionalDeviceGuard guard(device_);
         // With the task queue, torch_npu issues HCCL calls from a thread of its own: what this operator reads may
         // still be on its way. Hardware orders the two by streams, here one has to wait.
         if (device_) c10::impl::VirtualGuardImpl(kNpu).synchronizeDevice(device_->index());

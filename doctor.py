@@ -97,7 +97,7 @@ def explain(path: str) -> dict:
     """Known failures in a log file or on standard input, the first failing rank's own message first."""
     if path == "-":
         log = sys.stdin.buffer.read().decode("utf-8", errors="replace")
-    elif Path(path).is_file():
+    elif Path(path).exists() and not Path(path).is_dir():
         log = Path(path).read_text(encoding="utf-8", errors="replace")
     else:
         raise UserError(f"the log {path} is not there; give a file, or - and pipe the log in")

@@ -1,5 +1,6 @@
 """Known failures in a log, and what must not be shown when a log is passed on. Standard library only."""
 
+import bisect
 import os
 import re
 import socket
@@ -23,9 +24,13 @@ def explain(log: str) -> dict:
     not itself the consequence of another rank's failure (a time-out, a closed connection); time stamps decide where
     both lines have one, the order in the log elsewhere; torchrun's own "first observed failure" where nothing else is.
     """
-    patterns = [(re.compile(row["pattern"]), row) for row in knowledge("signatures")["signatures"]]
-    rank, errors, found, root, in_summary = None, [], {}, None, False
-    for number, raw in enumerate(log.splitlines(), 1):
+    starts = [0, *(match.end() for match in re.finditer("\n", log))]
+    hits_of_line: dict[int, list[dict]] = {}
+    for row in knowledge("signatures")["signatures"]:
+        for match in re.finditer(row["pattern"], log):
+            hits_of_line.setdefault(bisect.bisect_right(starts, match.start()), []).append(row)
+    rank, errors, found, root, in_summary, after_place = None, [], {}, None, False, False
+    for number, raw in enumerate(log.split("\n"), 1):
         prefix = PREFIX.match(raw)
         text = raw[prefix.end() :] if prefix else raw
         inside = RANK_INSIDE.search(text)
@@ -38,7 +43,8 @@ def explain(log: str) -> dict:
         in_summary = in_summary or "Root Cause (first observed failure)" in text
         if in_summary and root is None and (match := re.match(r"\s*rank\s*:\s*(\d+)", text)):
             root = rank = int(match[1])
-        hits = [row for pattern, row in patterns if pattern.search(text)]
+        is_source, after_place = after_place and text.startswith("    "), text.lstrip().startswith('File "')
+        hits = [] if is_source else hits_of_line.get(number, [])  # a traceback's quotation of the program
         if LAUNCHER.search(text) or not (hits or EXCEPTION.match(text)):
             continue
         stamp = STAMP.search(text)

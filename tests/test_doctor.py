@@ -229,6 +229,22 @@ def test_npu_smi_that_hangs_is_left_behind(server):
     assert "did not answer within" in one(diagnosis.check_driver(machine), "driver").found
 
 
+def test_nvidia_smi_is_read(tmp_path, monkeypatch):
+    script = """case "$1" in
+*compute-apps*) echo '00000000:1B:00.0, 4711, python, 30512' ;;
+*) echo '550.54.14, 0, NVIDIA H100 80GB HBM3, 30600, 81559'; echo '550.54.14, 1, NVIDIA H100 80GB HBM3, 4, 81559' ;;
+esac"""
+    write(tmp_path / "bin/nvidia-smi", f"#!/bin/sh\n{script}\n", 0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    machine = Machine(root=tmp_path)
+    seen.read_machine(machine)
+    assert (machine.kind, machine.versions["driver"], len(machine.smi["cards"])) == ("cuda", "550.54.14", 2)
+    assert machine.smi["processes"] == [{"card": "?", "pid": 4711, "name": "python", "mb": 30512}]
+    machine.probe = {"kind": "cpu", "count": 0}
+    assert "install the CUDA build of torch" in one(diagnosis.check_cards(machine), "cards").remedy
+
+
 def test_missing_device_nodes_name_the_container_flags(server, tmp_path):
     machine = server()
     check = one(diagnosis.check_driver(machine), "device nodes")
@@ -414,6 +430,7 @@ step 12 loss 1.9
 [rank0]: EI0002: 2026-01-02-10:11:12.000.001 The wait execution of the Notify register times out.
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "train.py", line 200, in main
+[rank1]:     raise torch.OutOfMemoryError("NPU out of memory")
 [rank1]: torch.OutOfMemoryError: NPU out of memory. Tried to allocate 594.00 MiB (NPU 1; 60.97 GiB total capacity)
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 Root Cause (first observed failure):
@@ -422,7 +439,7 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
 """
     answer = failures.explain(log)
-    assert (answer["rank"], answer["line"]) == (1, 8)
+    assert (answer["rank"], answer["line"]) == (1, 9)
     assert answer["message"].startswith("torch.OutOfMemoryError: NPU out of memory")
     assert answer["failures"][0]["id"] == "npu-oom"
     assert {row["id"] for row in answer["failures"][1:]} == {"hccl-timeout", "EI0002"}
@@ -655,14 +672,14 @@ def test_rank_that_is_stuck_is_named_at_the_deadline(tmp_path):
 
 
 def test_rank_that_hangs_inside_a_collective_is_named(tmp_path):
-    """Rank 0 waits in all_reduce for a rank that never calls it: without the watch it would wait for ever."""
+    """Rank 1 never comes back from all_reduce: both processes end at the deadline, and rank 0 says who it was."""
     program = """
-import os, sys, threading, time
+import os, time
 from sft.collectives import Rendezvous
-from torch.distributed import TCPStore
 rank = int(os.environ["RANK"])
-meeting = Rendezvous(deadline_s=1)
+meeting = Rendezvous(deadline_s=60)
 meeting.meet("start")
+meeting.deadline_s = 1
 meeting.guarded("all_reduce", lambda: time.sleep(600) if rank == 1 else None)
 meeting.meet("end")
 """

@@ -23,8 +23,6 @@ from sft.machine import Machine, knowledge, version_key
 from tests import sim_ascend
 from tests.conftest import ROOT, launch, run_script
 
-pytest_plugins = ["tests.sim_ascend.fixtures"]
-
 SMI = """\
 +------------------------------------------------------------------------------------------------+
 | npu-smi {version}                 Version: {version}                                             |

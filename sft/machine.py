@@ -79,12 +79,13 @@ def installed(package: str) -> str | None:
 
 
 def requirements_file(cann: str | None, driver: str | None) -> str:
-    """Which requirements file goes with this CANN and driver; the newest where neither is known."""
-    rows = knowledge("versions")["requirements"]
-    for row in rows:
-        if (cann and family(cann) in row["cann"]) or (not cann and driver and family(driver) in row["drivers"]):
-            return row["file"]
-    return rows[-1]["file"]
+    """Which requirements file goes with this CANN and driver, CANN counting more; the newest where neither is known."""
+    rows = knowledge("versions")["requirements"]  # newest first
+
+    def fit(row: dict) -> int:
+        return 2 * bool(cann and family(cann) in row["cann"]) + bool(driver and family(driver) in row["drivers"])
+
+    return max(rows, key=fit)["file"]
 
 
 def read_flat(path: str | Path) -> dict:

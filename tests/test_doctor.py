@@ -132,6 +132,8 @@ def test_each_cann_names_its_requirements_file(server):
     expected = {
         ("8.0.1", "24.1.0.3"): "requirements-cann8.txt",
         ("8.2.RC1", "24.1.0.3"): "requirements-cann8.txt",
+        ("8.2.RC1", "25.2.0"): "requirements-cann82.txt",
+        ("8.3.RC1", None): "requirements-cann82.txt",
         ("9.1.0", "26.0.RC1"): "requirements-npu.txt",
         ("8.5.0", "25.5.1"): "requirements-npu.txt",
         (None, "24.1.0.3"): "requirements-cann8.txt",

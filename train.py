@@ -227,7 +227,7 @@ class Run:
         target_tokens = sum(self.eval_rows["target_tokens"])
         loss = float(nll.sum() / target_tokens)
         self.last_eval = (step, loss)
-        if step and (self.best is None or loss < self.best["eval_loss"]):
+        if step and math.isfinite(loss) and (self.best is None or loss < self.best["eval_loss"]):
             self.best = {"step": step, "eval_loss": loss}
         self.journal.write({"step": step, "eval_loss": loss, "eval_target_tokens": target_tokens})
 
@@ -412,6 +412,7 @@ def refuse_another_run(before: dict, now: dict, place: str) -> None:
 def begin_run(settings: TrainConfig, run_dir: Path, provenance: dict, environment: dict) -> None:
     """Makes the run directory and writes what the run is made from and on."""
     checkpoint.claim(run_dir)
+    checkpoint.remove_leftovers(run_dir)
     with artifacts.explained_writing(run_dir):
         if settings.overwrite_output_dir:
             for path in sorted(run_dir.iterdir(), key=lambda path: path.name == "provenance.json"):

@@ -87,7 +87,8 @@ class WarmServer:
 
     def __exit__(self, *exception) -> None:
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.kill()
+        self.process.wait()
         self.folder.cleanup()
 
     def start(self, *argv, processes: int = 2, env: dict | None = None, limits: dict | None = None) -> Start:

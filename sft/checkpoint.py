@@ -4,6 +4,7 @@ A checkpoint is a directory checkpoint-<step> that appears complete, by rename, 
 """
 
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -193,9 +194,10 @@ def remove_old(run_dir: Path, step: int, keep: int) -> None:
 def eval_loss(path: Path) -> float | None:
     """The held-out loss that was measured at the step of a checkpoint, if it was."""
     try:
-        return read_json(path / "progress.json").get("eval_loss")
+        loss = read_json(path / "progress.json").get("eval_loss")
     except (UserError, AttributeError):  # damaged: never the best
         return None
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def is_leftover(path: Path) -> bool:

@@ -6,6 +6,7 @@ that take `npu_environment` also run on real cards, the others are about the sim
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def shared_memory() -> set[str]:
 
 def run_ranks(directory, parts, variables, succeed=True) -> dict:
     """Runs ranks.py on two cards and reads what each rank saw; None for a rank that left nothing."""
+    shutil.rmtree(directory, ignore_errors=True)  # of a worker that failed
     directory.mkdir()
     before = shared_memory()
     ranks = []

@@ -64,13 +64,8 @@ struct Event {
     Clock::time_point time;
 };
 
-struct Physical {  // memory without an address: aclrtMallocPhysical
-    size_t card;
-    size_t size;
-};
-
-struct Allocation {
-    size_t card;
+struct Memory {
+    int32_t card;
     size_t size;
 };
 
@@ -112,7 +107,7 @@ public:
     }
 
     // Books `size` bytes on a card; false when they do not fit. Only this process is counted.
-    bool reserve(size_t card, size_t size)
+    bool reserve(int32_t card, size_t size)
     {
         if (used[card] + size > capacity()) return false;
         used[card] += size;
@@ -120,8 +115,8 @@ public:
     }
 
     std::mutex lock;
-    std::map<size_t, size_t> used;                     // card -> bytes
-    std::unordered_map<void*, Allocation> allocated;   // aclrtMalloc
+    std::map<int32_t, size_t> used;                    // card -> bytes
+    std::unordered_map<void*, Memory> allocated;       // aclrtMalloc
     std::unordered_map<void*, size_t> address_ranges;  // aclrtReserveMemAddress
     std::unordered_map<void*, size_t> mapped;          // aclrtMapMem
 };
@@ -155,11 +150,11 @@ int bad_card(int32_t card)
                      + std::to_string(machine().visible().size()) + " visible devices");
 }
 
-int out_of_memory(size_t size)
+int out_of_memory(int32_t card, size_t size)
 {
     Machine& m = machine();
     return sim::fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "EL0004: cannot allocate " + std::to_string(size) + " bytes, "
-                     + std::to_string(m.used[current_card]) + " of " + std::to_string(m.capacity()) + " are in use");
+                     + std::to_string(m.used[card]) + " of " + std::to_string(m.capacity()) + " are in use");
 }
 
 // CANN's own operator packages are found at aclInit; so are ours. They live in a library of their own because they need
@@ -178,7 +173,7 @@ int load_operators()
 
 extern "C" {
 
-// ---- life cycle, versions, settings -------------------------------------------------------------------------------
+// ---- life cycle, versions, settings --------------------------------------------------------------------------------
 
 aclError aclInit(const char*)
 {
@@ -226,7 +221,7 @@ aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_SUCCESS; }
 aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
 
-// ---- cards ------------------------------------------------------------------------------------------------------
+// ---- cards ---------------------------------------------------------------------------------------------------------
 
 aclError aclrtGetDeviceCount(uint32_t* count)
 {
@@ -284,12 +279,13 @@ aclError aclrtGetDeviceInfo(uint32_t card, aclrtDevAttr attribute, int64_t* valu
     if (!machine().has(static_cast<int32_t>(card))) return bad_card(static_cast<int32_t>(card));
     switch (attribute) {
         case ACL_DEV_ATTR_AICORE_CORE_NUM:
-        case ACL_DEV_ATTR_CUBE_CORE_NUM: *value = 20; return ACL_SUCCESS;
-        case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = 40; return ACL_SUCCESS;
-        case ACL_DEV_ATTR_TOTAL_GLOBAL_MEM_SIZE: *value = static_cast<int64_t>(machine().capacity()); return ACL_SUCCESS;
-        case ACL_DEV_ATTR_L2_CACHE_SIZE: *value = 192 << 20; return ACL_SUCCESS;
+        case ACL_DEV_ATTR_CUBE_CORE_NUM: *value = 20; break;
+        case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = 40; break;
+        case ACL_DEV_ATTR_TOTAL_GLOBAL_MEM_SIZE: *value = static_cast<int64_t>(machine().capacity()); break;
+        case ACL_DEV_ATTR_L2_CACHE_SIZE: *value = 192 << 20; break;
         default: return sim::unsupported("aclrtGetDeviceInfo for this attribute");
     }
+    return ACL_SUCCESS;
 }
 
 aclError aclrtGetDeviceUtilizationRate(int32_t card, aclrtUtilizationInfo* info)
@@ -312,19 +308,19 @@ aclError aclrtDeviceGetBareTgid(int32_t* pid)
     return ACL_SUCCESS;
 }
 
-// ---- device memory ------------------------------------------------------------------------------------------------
+// ---- device memory -------------------------------------------------------------------------------------------------
 
 aclError aclrtMalloc(void** pointer, size_t size, aclrtMemMallocPolicy)
 {
     if (!needs_card()) return no_context("aclrtMalloc");
     Machine& m = machine();
     std::lock_guard<std::mutex> guard(m.lock);
-    if (!m.reserve(current_card, size)) return out_of_memory(size);
+    if (!m.reserve(current_card, size)) return out_of_memory(current_card, size);
     if (posix_memalign(pointer, kDeviceAlignment, std::max<size_t>(size, 1)) != 0) {
         m.used[current_card] -= size;
         return sim::fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "the host itself is out of memory");
     }
-    m.allocated[*pointer] = {static_cast<size_t>(current_card), size};
+    m.allocated[*pointer] = {current_card, size};
     return ACL_SUCCESS;
 }
 
@@ -385,14 +381,14 @@ aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t size, const aclrt
     if (!machine().has(card)) return bad_card(card);
     Machine& m = machine();
     std::lock_guard<std::mutex> guard(m.lock);
-    if (!m.reserve(card, size)) return out_of_memory(size);
-    *handle = reinterpret_cast<aclrtDrvMemHandle>(new Physical{static_cast<size_t>(card), size});
+    if (!m.reserve(card, size)) return out_of_memory(card, size);
+    *handle = reinterpret_cast<aclrtDrvMemHandle>(new Memory{card, size});
     return ACL_SUCCESS;
 }
 
 aclError aclrtFreePhysical(aclrtDrvMemHandle handle)
 {
-    auto* physical = reinterpret_cast<Physical*>(handle);
+    auto* physical = reinterpret_cast<Memory*>(handle);
     Machine& m = machine();
     std::lock_guard<std::mutex> guard(m.lock);
     m.used[physical->card] -= physical->size;
@@ -421,7 +417,7 @@ aclError aclrtUnmapMem(void* pointer)
     return ACL_SUCCESS;
 }
 
-// ---- host memory and copies ---------------------------------------------------------------------------------------
+// ---- host memory and copies ----------------------------------------------------------------------------------------
 
 aclError aclrtMallocHost(void** pointer, size_t size)
 {
@@ -459,7 +455,7 @@ aclError aclrtMemsetAsync(void* pointer, size_t room, int32_t value, size_t coun
     return aclrtMemset(pointer, room, value, count);
 }
 
-// ---- streams and events -------------------------------------------------------------------------------------------
+// ---- streams and events --------------------------------------------------------------------------------------------
 
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t)
 {
@@ -553,7 +549,7 @@ aclError aclrtEventElapsedTime(float* ms, aclrtEvent start, aclrtEvent end)
     return ACL_SUCCESS;
 }
 
-// ---- operators ----------------------------------------------------------------------------------------------------
+// ---- operators -----------------------------------------------------------------------------------------------------
 
 // The older way to run an operator, by its name; torch_npu takes it where it finds no aclnn function in libopapi.
 aclError aclopCompileAndExecute(const char* name, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
@@ -563,9 +559,10 @@ aclError aclopCompileAndExecute(const char* name, int, const aclTensorDesc* cons
     return sim::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string("operator ") + name + " is not simulated");
 }
 
-size_t aclGetTensorDescNumDims(const aclTensorDesc*) { return 0; }  // torch_npu counts with it while it reports an error
+// torch_npu describes the tensors of an operator that failed, dimension by dimension.
+size_t aclGetTensorDescNumDims(const aclTensorDesc*) { return 0; }
 
-// ---- profiling hooks that libtorch_npu calls while it is loaded -----------------------------------------------------
+// ---- profiling hooks that libtorch_npu calls while it is loaded ----------------------------------------------------
 
 int32_t MsprofRegisterCallback(uint32_t, ProfCommandHandle) { return 0; }
 int32_t MsprofReportApi(uint32_t, const MsprofApi*) { return 0; }

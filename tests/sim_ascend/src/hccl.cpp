@@ -1,11 +1,11 @@
-// HCCL between the processes of one host. A communicator is one piece of shared memory: a slot per rank for collectives,
-// a mailbox per ordered pair of ranks for point to point, and futexes to wait on.
+// HCCL between the processes of one host. A communicator is one piece of shared memory: a slot per rank for
+// collectives, a mailbox per ordered pair of ranks for point to point, and futexes to wait on.
 //
-// The memory is a memfd that the root process holds open until all ranks have attached through /proc/<pid>/fd; it has no
-// name, so a rank killed at any moment leaves nothing behind in /dev/shm.
+// The memory is a memfd that the root process holds open until all ranks have attached through /proc/<pid>/fd; it has
+// no name, so a rank killed at any moment leaves nothing behind in /dev/shm.
 //
 // A call returns when its work is done (a stream has nothing to wait for). A peer that does not come, or comes with
-// another operation, is an error here as it is on hardware: HCCL_E_TIMEOUT after HCCL_EXEC_TIMEOUT seconds, HCCL_E_PARA.
+// another operation, is an error as on hardware: HCCL_E_TIMEOUT after HCCL_EXEC_TIMEOUT seconds, HCCL_E_PARA.
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
@@ -176,7 +176,8 @@ public:
         close(fd);
         if (memory == MAP_FAILED) return fail(HCCL_E_MEMORY, "cannot map the communicator");
         shared_ = static_cast<Shared*>(memory);
-        if (shared_->nonce != root.nonce) return fail(HCCL_E_TCP_CONNECT, "the root process has closed the communicator");
+        if (shared_->nonce != root.nonce)
+            return fail(HCCL_E_TCP_CONNECT, "the root process has closed the communicator");
         const HcclResult result = barrier("attaching (HCCL_CONNECT_TIMEOUT)", seconds("HCCL_CONNECT_TIMEOUT", 120));
         if (rank == 0) close(root.fd);
         return result;
@@ -354,8 +355,6 @@ Call describe(const char* name, uint64_t count, HcclDataType type, uint32_t op =
     return call;
 }
 
-void nothing(char*, size_t, size_t) {}
-
 // Copies the part of a chunk [offset, offset + n) that lies in the segment of `length` bytes starting at `begin`.
 template <typename Copy>
 void with_overlap(size_t begin, size_t length, size_t offset, size_t n, Copy copy)
@@ -386,7 +385,8 @@ HcclResult HcclGetRootInfo(HcclRootInfo* info)
     root.fd = fd;
     std::random_device random;
     root.nonce = (static_cast<uint64_t>(random()) << 32 | random()) | 1;
-    if (pwrite(fd, &root.nonce, sizeof(root.nonce), offsetof(Shared, nonce)) != sizeof(root.nonce)) return HCCL_E_SYSCALL;
+    static_assert(offsetof(Shared, nonce) == 0);
+    if (write(fd, &root.nonce, sizeof(root.nonce)) != sizeof(root.nonce)) return HCCL_E_SYSCALL;
     std::memset(info, 0, sizeof(*info));
     std::memcpy(info, &root, sizeof(root));
     return HCCL_SUCCESS;
@@ -480,8 +480,12 @@ HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType type, uint32
     auto* bytes = static_cast<char*>(buffer);
     return c.collective(
         describe("HcclBroadcast", count, type, 0, root), count * element_size(type),
-        [&](char* slot, size_t offset, size_t n) { if (c.rank == root) std::memcpy(slot, bytes + offset, n); },
-        [&](const auto& slots, size_t offset, size_t n) { if (c.rank != root) std::memcpy(bytes + offset, slots[root], n); });
+        [&](char* slot, size_t offset, size_t n) {
+            if (c.rank == root) std::memcpy(slot, bytes + offset, n);
+        },
+        [&](const auto& slots, size_t offset, size_t n) {
+            if (c.rank != root) std::memcpy(bytes + offset, slots[root], n);
+        });
 }
 
 HcclResult HcclAllGather(void* send, void* recv, uint64_t count, HcclDataType type, HcclComm comm, aclrtStream)
@@ -533,21 +537,25 @@ HcclResult HcclScatter(void* send, void* recv, uint64_t count, HcclDataType type
 
 HcclResult HcclBarrier(HcclComm comm, aclrtStream)
 {
-    return get(comm).collective(describe("HcclBarrier", 0, HCCL_DATA_TYPE_INT8), 0, nothing, [](const auto&, size_t, size_t) {});
+    const auto nothing = [](const auto&, size_t, size_t) {};
+    return get(comm).collective(describe("HcclBarrier", 0, HCCL_DATA_TYPE_INT8), 0, nothing, nothing);
 }
 
-HcclResult HcclAlltoAllV(const void* send, const void* send_counts, const void* send_displacements, HcclDataType send_type,
-                         const void* recv, const void* recv_counts, const void* recv_displacements,
-                         HcclDataType recv_type, HcclComm comm, aclrtStream stream)
+HcclResult HcclAlltoAllV(const void* send, const void* send_counts, const void* send_starts, HcclDataType send_type,
+                         const void* recv, const void* recv_counts, const void* recv_starts, HcclDataType recv_type,
+                         HcclComm comm, aclrtStream stream)
 {
     if (const HcclResult result = HcclBarrier(comm, stream)) return result;
-    const auto items = [](const void* list, uint32_t i) { return static_cast<const uint64_t*>(list)[i]; };
-    const size_t send_size = element_size(send_type), recv_size = element_size(recv_type);
-    auto *from = const_cast<char*>(static_cast<const char*>(send)), *to = const_cast<char*>(static_cast<const char*>(recv));
     std::vector<Transfer> transfers;
-    for (uint32_t r = 0; r < get(comm).ranks; ++r) {
-        transfers.push_back({true, r, from + items(send_displacements, r) * send_size, items(send_counts, r) * send_size});
-        transfers.push_back({false, r, to + items(recv_displacements, r) * recv_size, items(recv_counts, r) * recv_size});
+    const auto add = [&](bool is_send, uint32_t peer, const void* buffer, const void* counts, const void* starts,
+                         HcclDataType type) {
+        const uint64_t start = static_cast<const uint64_t*>(starts)[peer] * element_size(type);
+        const uint64_t bytes = static_cast<const uint64_t*>(counts)[peer] * element_size(type);
+        transfers.push_back({is_send, peer, static_cast<char*>(const_cast<void*>(buffer)) + start, bytes});
+    };
+    for (uint32_t peer = 0; peer < get(comm).ranks; ++peer) {
+        add(true, peer, send, send_counts, send_starts, send_type);
+        add(false, peer, recv, recv_counts, recv_starts, recv_type);
     }
     return get(comm).exchange(transfers);
 }

@@ -1,9 +1,9 @@
 // The one aclnn operator that exists. torch_npu's process group pads the tensors of an uneven all_gather by calling
 // op_plugin::constant_pad_nd directly, past the dispatcher and so past operators.cpp.
 //
-// An aclnn operator is two calls: ...GetWorkspaceSize prepares an executor, the other runs it. The structures are opaque
-// to torch_npu, so they hold here what that one operator needs. Any other aclnn function is absent from the library, and
-// torch_npu says so: "aclnnX or aclnnXGetWorkspaceSize not in libopapi.so".
+// An aclnn operator is two calls: ...GetWorkspaceSize prepares an executor, the other runs it. The structures are
+// opaque to torch_npu, so they hold here what that one operator needs. Any other aclnn function is absent from the
+// library, and torch_npu says so: "aclnnX or aclnnXGetWorkspaceSize not in libopapi.so".
 #include <cstring>
 #include <vector>
 
@@ -55,7 +55,10 @@ aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dimensions, aclDataTyp
                          static_cast<char*>(data) + offset * static_cast<int64_t>(aclDataTypeSize(type))};
 }
 
-aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t count) { return new aclIntArray{{values, values + count}}; }
+aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t count)
+{
+    return new aclIntArray{{values, values + count}};
+}
 
 aclScalar* aclCreateScalar(void* value, aclDataType type)
 {
@@ -87,8 +90,8 @@ size_t aclDataTypeSize(aclDataType type)
 }
 
 // `pad` is torch's: (before, after) from the last dimension backwards.
-int aclnnConstantPadNdGetWorkspaceSize(const aclTensor* self, const aclIntArray* pad, const aclScalar* value, aclTensor* out,
-                                       uint64_t* workspace_size, aclOpExecutor** executor)
+int aclnnConstantPadNdGetWorkspaceSize(const aclTensor* self, const aclIntArray* pad, const aclScalar* value,
+                                       aclTensor* out, uint64_t* workspace_size, aclOpExecutor** executor)
 {
     if (!value->zero) return sim::unsupported("aclnnConstantPadNd with a value other than 0");
     for (int64_t amount : pad->values)

@@ -3,7 +3,7 @@
 // kernels; what is registered here replaces them.
 //
 // What stays torch_npu's own: allocation, views, resizing, streams, pinning, c10d - the parts that a test on a
-// simulated card is about. An operator that has no CPU kernel keeps torch_npu's too, and ends in CANN's "not simulated".
+// simulated card is about. An operator without a CPU kernel keeps torch_npu's too, and ends in CANN's "not simulated".
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/ops/empty_strided.h>
@@ -30,7 +30,7 @@ using torch::jit::Stack;
 
 constexpr auto kNpu = c10::DeviceType::PrivateUse1;
 
-// ---- tensors ------------------------------------------------------------------------------------------------------
+// ---- tensors -------------------------------------------------------------------------------------------------------
 
 // A CPU tensor over the same memory. Its storage is resizable by the CPU allocator, because kernels resize `out=`
 // arguments; write_back() then carries the result over.
@@ -40,8 +40,8 @@ at::Tensor alias_on_cpu(const at::Tensor& npu)
     auto alias = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), storage.nbytes(), at::DataPtr(storage.mutable_data(), at::kCPU),
         c10::GetAllocator(c10::kCPU), /*resizable=*/true);
-    auto cpu = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(alias)), DispatchKeySet(DispatchKey::CPU),
-                                                        npu.dtype());
+    auto cpu = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(alias)), DispatchKeySet(DispatchKey::CPU), npu.dtype());
     cpu.unsafeGetTensorImpl()->set_sizes_and_strides(npu.sizes(), npu.strides(), npu.storage_offset());
     return cpu;
 }
@@ -68,7 +68,7 @@ void write_back(const at::Tensor& npu, const at::Tensor& cpu)
     }
 }
 
-// ---- random numbers -------------------------------------------------------------------------------------------------
+// ---- random numbers ------------------------------------------------------------------------------------------------
 
 // The numbers of a card follow from its generator's (seed, offset), which advances with each use as on hardware; they
 // are the CPU's numbers, not Ascend's.
@@ -95,14 +95,14 @@ private:
     at::Tensor saved_;
 };
 
-// ---- the fallback ---------------------------------------------------------------------------------------------------
+// ---- the fallback --------------------------------------------------------------------------------------------------
 
 // These move data between devices, or take indices on either: torch itself lets them mix NPU and CPU tensors.
 bool may_mix_devices(const std::string& name)
 {
-    static const std::set<std::string> names{"aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize",
-                                             "aten::index", "aten::index_put", "aten::index_put_",
-                                             "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put"};
+    static const std::set<std::string> names{
+        "aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+        "aten::_unsafe_index", "aten::_unsafe_index_put"};
     return names.count(name) != 0;
 }
 
@@ -251,7 +251,7 @@ void cast(const OperatorHandle&, DispatchKeySet, Stack* stack)
     torch::jit::push(*stack, self.to(dtype));
 }
 
-// ---- which operator runs how ------------------------------------------------------------------------------------------
+// ---- which operator runs how ---------------------------------------------------------------------------------------
 
 // torch_npu's own kernels that work here and should be the ones tested.
 bool stays_with_torch_npu(const c10::FunctionSchema& schema)
@@ -294,12 +294,13 @@ private:
             if (own || own_autograd) note("torch_npu", op);
             return;
         }
-        // torch_npu replaced some composites (matmul, softmax, ...) and autograd formulas with ones that end in operators
-        // that only CANN has. What torch has for the CPU is right for a card whose operators are the CPU's.
+        // torch_npu replaced some composites (matmul, softmax, ...) and autograd formulas with ones that end in
+        // operators that only CANN has. What torch has for the CPU is right for a card whose operators are the CPU's.
         if (own_autograd) use_stock(op, DispatchKey::AutogradPrivateUse1, DispatchKey::AutogradCPU, "stock autograd");
         if (op.hasKernelForDispatchKey(DispatchKey::CPU) || op.schema().name() == "aten::copy_") {
             note("CPU", op);
-            library_.impl(full_name(op), DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+            library_.impl(full_name(op), DispatchKey::PrivateUse1,
+                          torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
         } else if (own && (op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
                            op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd))) {
             use_stock(op, DispatchKey::PrivateUse1, DispatchKey::CPU, "stock composite");

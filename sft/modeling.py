@@ -11,7 +11,15 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from packaging.version import Version
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)  # fmt: skip
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +27,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from sft import device
 from sft.errors import UserError
 from sft.loss import chunked_token_nll, token_nll
 
@@ -104,15 +113,17 @@ def load_base(
             model.tie_weights()
         else:
             placement = {"device_map": {"": device}} if device is not None and device.type != "cpu" else {}
-            model = AutoModelForCausalLM.from_pretrained(name_or_path, use_safetensors=True, **arguments, **placement)
+            model = AutoModelForCausalLM.from_pretrained(
+                name_or_path, config=config, use_safetensors=True, **arguments, **placement
+            )
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
 
 
 def check_attention(config, attn_implementation: str) -> None:
-    """Refuses attention features that would be ignored silently: scores with a soft cap, attention sinks, and with
-    flash attention on NPU a sliding window (transformers integrations/npu_flash_attention.py drops it).
+    """Refuses attention features that would be ignored silently: scores with a soft cap, attention sinks, and a
+    sliding window where the card's flash attention drops it.
 
     Raises: UserError naming the feature.
     """
@@ -123,9 +134,9 @@ def check_attention(config, attn_implementation: str) -> None:
     if config.model_type == "gpt_oss":
         raise UserError("gpt_oss has attention sinks, which packed training would ignore; choose another base model")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if attn_implementation == "flash_attention_2" and window and hasattr(torch, "npu"):
+    if attn_implementation == "flash_attention_2" and window and device.flash_ignores_windows():
         raise UserError(
-            f"{config.model_type} uses a sliding window of {window} tokens, which flash_attention_2 on NPU ignores; "
+            f"{config.model_type} uses a sliding window of {window} tokens, which flash_attention_2 on this card ignores; "
             "use attn_implementation: packed_sdpa"
         )
 
@@ -193,10 +204,16 @@ def add_lora(
         start = torch.zeros(parameter.shape)
         if "lora_A" in name:  # PEFT's distribution, but a function of the seed alone, whatever holds the base's weights
             start.uniform_(-1 / math.sqrt(parameter.shape[1]), 1 / math.sqrt(parameter.shape[1]), generator=draw)
-        module, _, kind = name.rpartition(".")
-        device = "cpu" if parameter.is_meta else parameter.device
-        setattr(model.get_submodule(module), kind, torch.nn.Parameter(start.to(device)))
+        place(model, name, start)
     return model
+
+
+def place(model: torch.nn.Module, name: str, value: Tensor) -> None:
+    """Makes `value` the parameter of that name, on the device where it is now; on the CPU when that is none (meta)."""
+    module, _, kind = name.rpartition(".")
+    device = model.get_parameter(name).device
+    parameter = torch.nn.Parameter(value.to("cpu" if device.type == "meta" else device))
+    setattr(model.get_submodule(module), kind, parameter)
 
 
 def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = False) -> PeftModel:
@@ -213,11 +230,14 @@ def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = Fal
         )
     with _explained_loading("adapter", name_or_path):
         try:
-            # On an empty base PEFT would copy the adapter's weights into meta tensors, which lose them.
-            empty = {"low_cpu_mem_usage": True, "torch_device": "cpu"} if next(base.parameters()).is_meta else {}
-            return PeftModel.from_pretrained(
-                base, name_or_path, is_trainable=trainable, config=config, use_safetensors=True, **empty
+            model = PeftModel.from_pretrained(
+                base, name_or_path, is_trainable=trainable, config=config, use_safetensors=True
             )
+            if next(base.parameters()).is_meta:  # PEFT has put the adapter there as well, which loses its values
+                stored = load_peft_weights(name_or_path, device="cpu")
+                for name in trainable_parameters(model):
+                    place(model, name, stored[name.replace(".default.", ".")].float())
+            return model
         except RuntimeError as error:  # size mismatch, from load_state_dict
             raise UserError(
                 f"adapter {name_or_path} does not fit the base model: {str(error).splitlines()[-1].strip()}"
@@ -296,8 +316,9 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 def adapter_tensors(model: torch.nn.Module, peft_model: PeftModel) -> dict[str, Tensor]:
     """The adapter as PEFT stores it: names without the adapter's own, whole tensors on CPU. Call it on every rank."""
-    whole = {name: full_tensor(p).contiguous() for name, p in trainable_parameters(model).items()}
-    tensors = get_peft_model_state_dict(peft_model, state_dict=whole)
+    whole = {n: full_tensor(p).contiguous() for n, p in peft_model.named_parameters() if p.requires_grad}
+    # PEFT looks tensors up by the wrapped names and would leave them in the file.
+    tensors = {plain_name(n): t for n, t in get_peft_model_state_dict(peft_model, state_dict=whole).items()}
     if len(tensors) != len(whole):
         raise RuntimeError(f"PEFT kept {len(tensors)} of {len(whole)} adapter tensors; a wrapper changed their names")
     return tensors

@@ -64,7 +64,11 @@ def fill_from_disk(model: torch.nn.Module, name_or_path: str, device: torch.devi
             f"{directory} lacks {len(missing)} weights of its model under the names that the model has, first {missing[0]}; "
             "sharded loading needs them: save the model again with this version of transformers"
         )
-    model.load_state_dict(loaded, strict=False, assign=True)
+    # Activation checkpointing puts its prefix back by itself when it loads (torch, checkpoint_wrapper.py).
+    loaded = {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in loaded.items()}
+    unexpected = model.load_state_dict(loaded, strict=False, assign=True).unexpected_keys
+    if unexpected or any(parameter.is_meta for parameter in model.parameters()):
+        raise RuntimeError(f"base weights could not be put into the sharded model, first {unexpected[:1]}")
 
 
 def stored_name(name: str) -> str:

@@ -3,6 +3,9 @@
 #   make test        all tests and the linter        make check      linter alone
 #   make test-npu    the NPU tests on a simulated Ascend (or on real cards)
 #   make bench       the measurements that README quotes
+#   make test-cann8  the tests with the libraries of CANN 8.0 (torch 2.1, on CPU), against those of requirements.txt
+#   make test-torch26  the same with torch 2.6      TESTS="tests/test_stacks.py …" picks some
+#   make wheelhouse  every wheel for REQUIREMENTS, PYTHON_VERSION and ARCH into wheelhouse/, for machines without a network
 # PYTHON=python3.11 chooses the interpreter; WHEELHOUSE=DIR installs from a folder of wheels without any package index.
 
 PYTHON ?= python3
@@ -11,6 +14,16 @@ BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 DEMO := outputs/demo
 MINIMUM_TESTS := 100
+TESTS ?=
+# The oldest Python that the pins allow is preferred where torch 2.1 is tested: it is what CANN 8.0 images have.
+PYTHON_CANN8 ?= $(shell for p in python3.10 $(HOME)/.pyenv/versions/3.10.*/bin/python python3.11 $(PYTHON); do \
+	$$p -c '' 2>/dev/null && echo $$p && break; done)
+PYTHON_TORCH26 ?= $(PYTHON)
+VENV_CANN8 ?= .venv-cann8
+VENV_TORCH26 ?= .venv-torch26
+REQUIREMENTS ?= requirements.txt requirements-dev.txt
+PYTHON_VERSION ?= 3.11
+ARCH ?= $(shell uname -m)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -19,7 +32,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
 endif
 
-.PHONY: demo test check bench test-npu setup clean
+.PHONY: demo test check bench test-npu test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
 
 demo: $(VENV)/runtime $(MODEL)/config.json
 	@echo "== 1/3 data: data/ascend_qa_en.jsonl → $(DEMO)/dataset"
@@ -43,9 +56,34 @@ check: $(VENV)/development
 test-npu: $(VENV)/development
 	@REQUIRE_NPU_TESTS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m npu
 
+test-cann8: $(VENV)/runtime $(VENV_CANN8)/development
+	@REQUIRE_STACKS=1 OTHER_STACK=$(abspath $(BIN)/python) $(VENV_CANN8)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+test-torch26: $(VENV)/runtime $(VENV_TORCH26)/development
+	@REQUIRE_STACKS=1 OTHER_STACK=$(abspath $(BIN)/python) $(VENV_TORCH26)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+$(VENV_CANN8)/development: requirements-torch21.txt requirements-dev.txt
+	$(call install_stack,$(PYTHON_CANN8),$(VENV_CANN8))
+
+$(VENV_TORCH26)/development: requirements-torch26.txt requirements-dev.txt
+	$(call install_stack,$(PYTHON_TORCH26),$(VENV_TORCH26))
+
+define install_stack # python, environment; x86 wheels of torch bring CUDA libraries, which CPU runs only load
+	@echo "== installing $< into $2 (5 GB on x86_64)"
+	@test -x $2/bin/python || $1 -m venv $2
+	@$2/bin/pip install --quiet $(foreach file,$^,-r $(file))
+	@touch $@
+endef
+
+wheelhouse:
+	@$(PYTHON) sft/wheelhouse.py collect wheelhouse $(PYTHON_VERSION) $(ARCH) $(REQUIREMENTS)
+
 setup: $(VENV)/runtime
 
-$(VENV)/made:
+verify-wheelhouse:
+	@$(PYTHON) sft/wheelhouse.py verify $(WHEELHOUSE)
+
+$(VENV)/made: | $(if $(WHEELHOUSE),verify-wheelhouse)
 	@$(PYTHON) sft/prerequisites.py 4
 	@echo "== making the environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)

@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         predictions = score(rows, nll, answers, settings.language)
         built = report.build_report(
             run, predictions, manifest, settings.language, signature, settings.seed,
-            simulated=accelerator.device.type != "cpu" and device.is_simulated(), times=times,
+            simulated=device.is_simulated(accelerator.device), times=times,
         )  # fmt: skip
         built["adapter_sha256"] = adapter_sha256
         write_whole(output_dir, built, predictions, run.metrics)

@@ -549,7 +549,7 @@ def finish(run: Run, sizes: tuple[int, int]) -> None:
             "backend": device.backend(),
             "device": accelerator.device.type,
             "distributed_type": str(accelerator.distributed_type.value),
-            "simulated": accelerator.device.type == "npu" and device.is_simulated(),
+            "simulated": device.is_simulated(accelerator.device),
             "per_device_train_batch_size": run.plan.per_device_train_batch_size,
             "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
             "global_batch_size": run.plan.global_batch_size,

@@ -122,7 +122,7 @@ def check_collectives(deadline_s: float, max_mib: int, parameters: int) -> bool:
         getattr(torch, kind).set_device(local)
     device = torch.device(kind, local) if kind != "cpu" else torch.device("cpu")
     card = f"{kind}:{local}" if kind != "cpu" else "cpu"
-    name = device_name(device) + (" (simulated Ascend)" if kind == "npu" and is_simulated() else "")
+    name = device_name(device) + (" (simulated Ascend)" if is_simulated(device) else "")
     meeting.meet("cards", json.dumps([socket.gethostname(), card, name]))
     places = [json.loads(meeting.store.get(f"cards/{other}")) for other in range(size)]
     for other, place in enumerate(places):

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from sft.artifacts import explained_writing
+from sft import modeling
+from sft.artifacts import explained_writing, read_json
 from sft.batching import collate, deal_by_tokens
-from sft.encoding import IGNORED, encode_dialogue
+from sft.encoding import IGNORED, encode_dialogue, encode_prompt
 
 
 def row_nll(model: torch.nn.Module, dataset, accelerator, tokens_per_batch: int, progress=None) -> np.ndarray:
@@ -169,3 +170,19 @@ def read_records(directory: Path) -> list[dict]:
             except json.JSONDecodeError:
                 continue
     return records
+
+
+def ask(run_dir: str | Path, question: str, max_new_tokens: int = 200, base_only: bool = False) -> str:
+    """The greedy answer of a run's adapted model (or of its base alone) to one question, for a notebook or a shell.
+
+    Loads the model each time, in fp32 on the CPU; eval.py is for many questions.
+    """
+    name = read_json(Path(run_dir) / "config.json")["model_name_or_path"]
+    tokenizer = modeling.load_tokenizer(name)
+    model = modeling.load_base(name, torch.float32, attn_implementation=modeling.generation_attention())
+    stop_ids = stop_token_ids(tokenizer, model.generation_config)
+    if not base_only:
+        model = modeling.load_adapter(model, str(run_dir)).get_base_model()  # its layers now carry the adapter
+    prompt = encode_prompt(tokenizer, [{"role": "user", "content": question}])
+    ((_, tokens),) = generate(model.eval(), [prompt], max_new_tokens, stop_ids)
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip()

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from sft import device
+from sft.device import flash_ignores_windows
 from sft.errors import UserError
 from sft.loss import chunked_token_nll, token_nll
 
@@ -134,7 +134,7 @@ def check_attention(config, attn_implementation: str) -> None:
     if config.model_type == "gpt_oss":
         raise UserError("gpt_oss has attention sinks, which packed training would ignore; choose another base model")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if attn_implementation == "flash_attention_2" and window and device.flash_ignores_windows():
+    if attn_implementation == "flash_attention_2" and window and flash_ignores_windows():
         raise UserError(
             f"{config.model_type} uses a sliding window of {window} tokens, which flash_attention_2 on this card ignores; "
             "use attn_implementation: packed_sdpa"
@@ -211,8 +211,8 @@ def add_lora(
 def place(model: torch.nn.Module, name: str, value: Tensor) -> None:
     """Makes `value` the parameter of that name, on the device where it is now; on the CPU when that is none (meta)."""
     module, _, kind = name.rpartition(".")
-    device = model.get_parameter(name).device
-    parameter = torch.nn.Parameter(value.to("cpu" if device.type == "meta" else device))
+    before = model.get_parameter(name)
+    parameter = torch.nn.Parameter(value.to("cpu" if before.is_meta else before.device))
     setattr(model.get_submodule(module), kind, parameter)
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -36,7 +37,12 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(2 if isinstance(error, UserError) else 1)
     except Exception:
         # Mostly the echo of another rank's end, a closed connection: that rank has the word, and the launcher ends
-        # this one meanwhile. If it does not, this is the cause, and its traceback follows.
+        # this one meanwhile. If it does not, this is the cause.
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             time.sleep(5)
-        raise
+        traceback.print_exc()
+        print(
+            "error: this was not expected; save the output: `python doctor.py --explain FILE` knows many such failures",
+            file=sys.stderr,
+        )
+        sys.exit(1)

@@ -73,11 +73,12 @@ def main() -> None:
     times = {"row by row": [], "eval.py": []}
     equal = tokens = 0
     for number in range(settings.rounds):
-        accelerator.print(f"round {number + 1} of {settings.rounds}", flush=True)
         one_by_one, seconds = measure(accelerator, row_by_row)
         times["row by row"].append(seconds)
         together, seconds = measure(accelerator, batched)
         times["eval.py"].append(seconds)
+        shown = ", ".join(f"{way} {seconds[-1]:.1f} s" for way, seconds in times.items())
+        accelerator.print(f"round {number + 1} of {settings.rounds}: {shown}", flush=True)
         equal = sum(gather_object([one == other for one, other in zip(one_by_one, together)]))
         tokens = sum(gather_object([len(answer) for answer in together]))
     rows_per_s = {way: len(prompts) / statistics.median(seconds) for way, seconds in times.items()}

@@ -221,7 +221,7 @@ class Run:
         """Writes the held-out loss, Σ nats / Σ target tokens over all held-out rows, and remembers the lowest."""
         if len(self.eval_rows) == 0:
             return
-        tokens = self.settings.per_device_train_batch_size * max(self.eval_rows["length"])
+        tokens = self.plan.per_device_train_batch_size * max(self.eval_rows["length"])
         self.watchdog.reached(step, "evaluation")
         nll = evaluation.row_nll(self.model, self.eval_rows, self.accelerator, tokens, progress=self.watchdog)
         target_tokens = sum(self.eval_rows["target_tokens"])

@@ -95,6 +95,7 @@ class WarmServer:
         """Starts the script with these arguments. limits: {"RLIMIT_FSIZE": bytes, …} for its processes."""
         self.count += 1
         log = Path(self.folder.name) / f"start-{self.count}.log"
+        log.touch()
         request = {
             "argv": [str(word) for word in argv], "processes": processes, "env": env or {}, "limits": limits or {},
             "log": str(log),

@@ -15,7 +15,7 @@ from benchmarks.torture import torture
 from sft import artifacts, batching, checkpoint, device
 from sft.journal import read_metrics
 from sft.watchdog import name_missing
-from tests.conftest import ROOT
+from tests.conftest import ROOT, launch, must
 from tests.test_checkpoint import adapter, command, numbers
 
 
@@ -262,6 +262,39 @@ def test_the_single_process_launcher_leaves_no_child_behind(arguments, tmp_path)
     launcher.wait(30)
     wait_until(lambda: not Path(f"/proc/{holder}").exists(), timeout_s=60)
     assert checkpoint.newest(run_dir).step == steps(run_dir)
+
+
+@pytest.mark.npu
+def test_out_of_memory_is_explained_and_auto_micro_batch_gets_by_with_the_same_result(
+    warm, arguments, simulated_environment, tmp_path
+):
+    from tests.sim_ascend import environment
+
+    small = environment(cards=1, memory_bytes=12_000_000)  # 64 rows at once need more, 8 do not
+    more = ("--per_device_train_batch_size", "64", "--gradient_accumulation_steps", "1", "--max_steps", "3",
+            "--dtype", "float32")  # fmt: skip
+    fp32 = ["--mixed_precision", "no"]
+    failed = launch("npu_1", "train.py", *arguments(tmp_path / "failed", *more), env=small, flags=fp32)
+    assert failed.returncode != 0
+    (message,) = messages(failed.stderr)
+    assert (
+        "out of memory on rank 0 (npu:0) in step 1, rows [" in message
+        and "] tokens; set gradient_checkpointing" in message
+    )
+    assert "global_batch_size: 64 (same result), or auto_micro_batch: true. There is no checkpoint yet" in message
+
+    fitted = must(
+        launch("npu_1", "train.py", *arguments(tmp_path / "fitted", *more, "--auto_micro_batch"), env=small, flags=fp32)
+    )
+    assert (
+        "Out of memory with 64 rows at once: going on with per_device_train_batch_size 32 × accumulation 2; the "
+        in fitted.stdout
+    )
+    assert warm.run(*arguments(tmp_path / "whole", *more), processes=1)[0] == 0
+    losses = [record["loss"] for record in read_metrics(tmp_path / "whole") if "loss" in record]
+    # sums of 64 rows in another order, on another device
+    assert [r["loss"] for r in read_metrics(tmp_path / "fitted") if "loss" in r] == pytest.approx(losses, rel=1e-5)
+    assert len(losses) == 3
 
 
 class SaturatingCard:

@@ -131,7 +131,9 @@ def deliver(kind: str, start: Start, draw: random.Random) -> bool:
     return bool(chosen)
 
 
-def torture(model: Path, dataset: Path, folder: Path, kills: int, seed: int, command_every: int = 0) -> dict:
+def torture(
+    model: Path, dataset: Path, folder: Path, kills: int, seed: int, command_every: int = 0, report=lambda line: None
+) -> dict:
     """Runs and kills; the counts. `lost`: checkpoints that a kill cost; `different`: finished runs that are not equal
     to the undisturbed one; `refused`: starts that ended by themselves without finishing."""
     draw = random.Random(seed)
@@ -169,6 +171,7 @@ def torture(model: Path, dataset: Path, folder: Path, kills: int, seed: int, com
                         time.sleep(0.02)
                 if killing:
                     delivered[f"{kind}, {moment}"] += 1
+                    report(f"kill {delivered.total()} of {kills}: {kind}, {moment}, checkpoints before {before}")
                     after = complete_checkpoints(run_dir)
                     if before and (not after or after[-1] < before[-1]):
                         lost.append(f"run {runs}: checkpoints {before} before {kind} while {moment}, {after} after")
@@ -178,6 +181,7 @@ def torture(model: Path, dataset: Path, folder: Path, kills: int, seed: int, com
             else:
                 if result(run_dir) != expected:
                     different.append(f"run {runs}")
+                report(f"run {runs} is {'different' if result(run_dir) != expected else 'the same'}")
                 continue
             break
     return {
@@ -198,7 +202,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="torture-") as temporary:
         folder = Path(temporary)
         model, dataset = (arguments.model, arguments.dataset) if arguments.model else make_inputs(folder)
-        counts = torture(model, dataset, folder, arguments.kills, arguments.seed, arguments.command_every)
+        counts = torture(
+            model, dataset, folder, arguments.kills, arguments.seed, arguments.command_every, partial(print, flush=True)
+        )
     print(f"{'what and when':40} kills")
     for name, count in counts["by"].items():
         print(f"{name:40} {count:5}")

@@ -6,6 +6,7 @@ launch` and `torchrun` run, so signals and deaths are handled as there.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -168,6 +169,8 @@ def serve(script: str) -> None:
     tiny = Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     Qwen2ForCausalLM.from_pretrained(None, config=tiny, state_dict=Qwen2ForCausalLM(tiny).state_dict())
 
+    gc.collect()
+    gc.freeze()  # forks share what a collection would otherwise touch and copy
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     living: set[int] = set()

@@ -72,7 +72,7 @@ class TrainConfig:
     stop_at_step: int | None = option(None, "save and end at this step as a signal would; the schedule stays")
     overwrite_output_dir: bool = option(False, "delete the run that output_dir holds")
     report_to: list[str] = option(["tensorboard"], "trackers: tensorboard, wandb, swanlab, trackio or none")
-    ddp_timeout: int = option(1860, "seconds after which a collective that does not complete is an error")
+    ddp_timeout: int = option(1860, "seconds after which a collective is an error; at 9/10, stacks and missing ranks")
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_steps",

@@ -35,6 +35,9 @@ def run(main: Callable[[], None]) -> None:
             time.sleep(5)  # rank 0 says the same; speak only if that has not ended the job by then
         print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:  # in training it is a request to stop, which sft/watchdog.py serves
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except Exception:
         # Mostly the echo of another rank's end, a closed connection: that rank has the word, and the launcher ends
         # this one meanwhile. If it does not, this is the cause.

@@ -25,11 +25,11 @@ from torch.distributed import TCPStore
 BEAT_S = 5.0
 SILENT_S = 45.0  # a rank unheard of for so long, while another waits for it, has died with its server
 PATIENT = ("saving", "finishing")  # the main process writes, perhaps without letting its own thread run
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # schedulers, Ctrl-C, a closed terminal
 
 
 class Watchdog:
-    """SIGTERM and SIGINT ask to stop, at once when repeated; SIGUSR1 makes every rank write its stacks; no progress
+    """SIGTERM, SIGINT and SIGHUP ask to stop, at once when repeated; SIGUSR1 makes every rank write its stacks; no progress
     for nine tenths of timeout_s does the same and ends the job with the names of the ranks that did not arrive.
 
     Nine tenths, because the backend's own message, at timeout_s, names no rank. Only for several ranks: one alone may
@@ -64,7 +64,9 @@ class Watchdog:
         self.wakeup, inside = socket.socketpair()
         inside.setblocking(False)
         self.inside = inside
-        self.handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        numbers = [n for n in (*STOP_SIGNALS, signal.SIGUSR1) if signal.getsignal(n) != signal.SIG_IGN]  # nohup stays
+        self.handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        faulthandler.enable()  # a crash in a library shows where Python was
         signal.set_wakeup_fd(inside.fileno(), warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
@@ -120,7 +122,7 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # without the store at least this rank's stacks are there
                 if self.store:
                     self.store.add("watchdog/stacks", 1)
-        elif number in (signal.SIGTERM, signal.SIGINT):
+        elif number in STOP_SIGNALS:
             if self.stop_since is not None and time.monotonic() - self.stop_since > 1:
                 os._exit(128 + number)
             self.stop_since = self.stop_since or time.monotonic()

@@ -53,7 +53,7 @@ def messages(output: str) -> list[str]:
 def test_a_signal_to_one_rank_all_or_the_launcher_stops_all_ranks_together(warm, arguments, peace, tmp_path):
     run_dir = tmp_path / "run"
     for at_step, send in (
-        (2, lambda start: os.kill(start.rank_pids()[1], signal.SIGTERM)),
+        (2, lambda start: os.kill(start.rank_pids()[1], signal.SIGHUP)),
         (7, lambda start: os.killpg(start.pid, signal.SIGINT)),  # Ctrl-C: a terminal sends it to all
         (12, lambda start: os.kill(start.pid, signal.SIGTERM)),
     ):

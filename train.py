@@ -103,9 +103,8 @@ def main() -> None:
     environment = device.describe(accelerator)
     device.run_on_main(accelerator, lambda: begin_run(settings, run_dir, provenance, environment))
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    with Watchdog(
-        run_dir, rank, ranks, settings.ddp_timeout, launcher_pid, lambda: last_checkpoint(run_dir)
-    ) as watchdog:
+    saved = last_checkpoint(resumed.path if resumed else None)
+    with Watchdog(run_dir, rank, ranks, settings.ddp_timeout, launcher_pid, saved) as watchdog:
         run = Run(
             settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps,
             resumed, watchdog,
@@ -147,7 +146,7 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
             nll_sum += nll.detach()
 
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
-        if device.overflowed(accelerator.device):
+        if device.overflowed(accelerator.device):  # a card that saturates, where no inf ever shows
             nll_sum.fill_(math.inf)
         ranks = exchange(accelerator, nll_sum, grad_norm, watchdog.stop_requested)
         if not np.isfinite(ranks).all():
@@ -161,7 +160,7 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
         done = step + 1
         run.train_time_s += time.perf_counter() - started
         stopping = bool(ranks[:, 2].any()) or done == last_step
-        if done % settings.logging_steps == 0 or stopping:
+        if done % settings.logging_steps == 0 or done == run.total_steps:
             run.record(
                 done, ranks[:, 0].sum() / target_count, learning_rate, ranks[0, 1], time.perf_counter() - started
             )
@@ -245,6 +244,7 @@ class Run:
         if is_main:
             checkpoint.remove_old(self.run_dir, step, self.settings.save_total_limit)
         self.accelerator.wait_for_everyone()
+        self.watchdog.last_checkpoint = last_checkpoint(self.run_dir / f"checkpoint-{step}")
 
     @contextlib.contextmanager
     def explained_memory(self, step: int, micro_batch: list[list[int]]):
@@ -259,7 +259,7 @@ class Run:
                 f"out of memory on rank {self.accelerator.process_index} ({self.accelerator.device}) in step {step + 1}, rows "
                 f"{rows} of {[int(self.plan.lengths[row]) for row in rows]} tokens; set gradient_checkpointing: true, or a "
                 f"smaller per_device_train_batch_size with global_batch_size: {self.plan.global_batch_size} (same result), or "
-                f"auto_micro_batch: true. {last_checkpoint(self.run_dir)}. The allocator said: {(str(error).splitlines() or [''])[0]}",
+                f"auto_micro_batch: true. {self.watchdog.last_checkpoint}. The allocator said: {(str(error).splitlines() or [''])[0]}",
                 here_only=True,
             ) from error
 
@@ -275,7 +275,7 @@ class Run:
             f"step {step + 1}: Σ loss per rank is {ranks[:, 0].tolist()}, gradient norm {ranks[0, 1]}; not finite on rank "
             f"{', '.join(map(str, bad))}. The optimizer was not touched. Rows {rows} (ids "
             f"{', '.join(train_rows[row]['id'] for row in rows)}) of {[int(self.plan.lengths[row]) for row in rows]} tokens are "
-            f"in {path}. {last_checkpoint(self.run_dir)}. Look at the rows; lower learning_rate or use dtype: float32"
+            f"in {path}. {self.watchdog.last_checkpoint}. Look at the rows; lower learning_rate or use dtype: float32"
         )
 
 
@@ -508,10 +508,9 @@ def exchange(accelerator, nll_sum: torch.Tensor, grad_norm: torch.Tensor, stop: 
     return accelerator.gather(mine[None]).double().cpu().numpy()
 
 
-def last_checkpoint(run_dir: Path) -> str:
-    """Words for where a failed run can go on from."""
-    found = checkpoint.directories(run_dir)
-    return f"The last checkpoint is {found[-1]}" if found else "There is no checkpoint yet"
+def last_checkpoint(path: Path | None) -> str:
+    """Words for where a failed run can go on from; known on every rank, also where the directory is on another server."""
+    return f"The last checkpoint is {path}" if path else "There is no checkpoint yet"
 
 
 def how_to_go_on(settings: TrainConfig) -> str:

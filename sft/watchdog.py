@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,7 +34,7 @@ class Watchdog:
     Nine tenths, because the backend's own message, at timeout_s, names no rank. Only for several ranks: one alone may
     take its time. Launchers pass on the signal that a terminal has sent to all already, so within a second both count
     as one. The stop of a launcher that can no longer pass on anything is seen as well: `launcher_pid` stops being the
-    parent. last_checkpoint: words for where a failed run can go on.
+    parent. last_checkpoint: words for where a failed run can go on; to be kept up to date.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Watchdog:
         world_size: int,
         timeout_s: float,
         launcher_pid: int | None,
-        last_checkpoint: Callable[[], str],
+        last_checkpoint: str,
     ):
         self.run_dir, self.rank, self.world_size, self.launcher_pid = run_dir, rank, world_size, launcher_pid
         self.limit_s = 0.9 * timeout_s
@@ -178,7 +177,7 @@ class Watchdog:
     def _end(self, what: str) -> None:
         print(
             f"error on rank {self.rank}: {what}. Python stacks are in {self.run_dir}/stack-rank-*.txt. "
-            f"{self.last_checkpoint()}; the same command goes on from there",
+            f"{self.last_checkpoint}; the same command goes on from there",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(1)

@@ -139,7 +139,7 @@ def test_a_rank_that_falls_silent_ends_the_others_within_a_minute(warm, argument
     wait_until(lambda: waiting not in start.rank_pids(), start)
     assert 45 < time.monotonic() - silent < 75  # 45 s, up to two beats before it is noticed, two more to speak
     start.kill_group()
-    assert "did not arrive: rank 1 (last seen at step" in start.output
+    assert "did not arrive: rank 1 (last seen at " in start.output
     assert "its process is dead, stopped or cut off" in start.output
 
 

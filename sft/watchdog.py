@@ -22,7 +22,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 BEAT_S = 5.0
-SILENT_S = 45.0  # a rank unheard of for so long, while another waits for it, has died with its server
+SILENT_S = 30.0  # a rank unheard of for so long, while another waits for it, has died with its server: all end in 60 s
 PATIENT = ("saving", "finishing")  # the main process writes, perhaps without letting its own thread run
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # schedulers, Ctrl-C, a closed terminal
 
@@ -60,6 +60,7 @@ class Watchdog:
         if self.world_size > 1:
             place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             self.store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+            self._tell()
         self.wakeup, inside = socket.socketpair()
         inside.setblocking(False)
         self.inside = inside

@@ -86,6 +86,7 @@ def main() -> None:
     model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights.fill_from_disk(model, settings.model_name_or_path, accelerator.device)
+    sizes += (modeling.held_parameters(model),)
     if settings.auto_micro_batch:
         plan = fit_micro_batch(plan, model, train_rows, accelerator)
     first_step = resumed.step if resumed else 0
@@ -522,12 +523,12 @@ def how_to_go_on(settings: TrainConfig) -> str:
     return "The same command goes on from there."
 
 
-def finish(run: Run, sizes: tuple[int, int]) -> None:
+def finish(run: Run, sizes: tuple[int, int, int]) -> None:
     """Leaves the adapter, its card, the plot and summary.json at the top of the run directory."""
     accelerator, run_dir = run.accelerator, run.run_dir
     run.watchdog.reached(run.total_steps, "finishing")
     tensors = modeling.adapter_tensors(run.model, run.peft_model)
-    mine = [[device.peak_memory_bytes(accelerator.device), modeling.held_parameters(run.model)]]
+    mine = [[device.peak_memory_bytes(accelerator.device), sizes[2]]]
     peaks, held = accelerator.gather(torch.tensor(mine, device=accelerator.device)).T.tolist()
     if accelerator.is_main_process:
         from sft.report import plot_loss  # matplotlib is slow to import, and one process needs it

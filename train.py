@@ -16,8 +16,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
-import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -28,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import artifacts, batching, checkpoint, config, evaluation, modeling, weights
+from sft import artifacts, batching, checkpoint, config, evaluation, modeling, origin, weights
 from sft.card import model_card
 from sft.config import TrainConfig
 from sft.errors import RunFailed, UserError
@@ -47,7 +45,7 @@ def main() -> None:
     # Which rows make up each step, and how this many cards share them.
     train_rows = artifacts.load_split(settings.dataset_dir, "train")
     eval_rows = artifacts.load_split(settings.dataset_dir, "eval")
-    begun_with = device.run_on_main(accelerator, lambda: begun_global_batch_size(settings, run_dir))
+    begun_with = device.run_on_main(accelerator, lambda: origin.begun_global_batch_size(settings, run_dir))
     plan = plan_batches(settings, train_rows, accelerator.num_processes, begun_with)
     total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * plan.steps_per_epoch)
     accelerator.print(
@@ -59,8 +57,8 @@ def main() -> None:
     # What the run is made from decides whether an earlier run in the same directory may be continued.
     tokenizer = modeling.load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
     dtype = device.base_dtype(settings.dtype, accelerator.device)
-    provenance = describe_origin(settings, manifest, tokenizer, plan, total_steps, dtype)
-    resumed = device.run_on_main(accelerator, lambda: find_progress(settings, run_dir, provenance, total_steps))
+    provenance = origin.describe(settings, manifest, tokenizer, plan, total_steps, dtype)
+    resumed = device.run_on_main(accelerator, lambda: origin.find_progress(settings, run_dir, provenance, total_steps))
     if resumed == "complete":
         accelerator.print(
             f"{run_dir} is complete at step {total_steps}: nothing to do (overwrite_output_dir starts anew)."
@@ -102,9 +100,9 @@ def main() -> None:
         accelerator.print(f"Going on from {resumed.path} after step {first_step} of {total_steps}.")
 
     environment = device.describe(accelerator)
-    device.run_on_main(accelerator, lambda: begin_run(settings, run_dir, provenance, environment))
+    device.run_on_main(accelerator, lambda: origin.begin_run(settings, run_dir, provenance, environment))
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    saved = last_checkpoint(resumed.path if resumed else None)
+    saved = origin.last_checkpoint(resumed.path if resumed else None)
     with Watchdog(run_dir, rank, ranks, settings.ddp_timeout, launcher_pid, saved) as watchdog:
         run = Run(
             settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps,
@@ -245,7 +243,7 @@ class Run:
         if is_main:
             checkpoint.remove_old(self.run_dir, step, self.settings.save_total_limit)
         self.accelerator.wait_for_everyone()
-        self.watchdog.last_checkpoint = last_checkpoint(self.run_dir / f"checkpoint-{step}")
+        self.watchdog.last_checkpoint = origin.last_checkpoint(self.run_dir / f"checkpoint-{step}")
 
     @contextlib.contextmanager
     def explained_memory(self, step: int, micro_batch: list[list[int]]):
@@ -280,19 +278,6 @@ class Run:
         )
 
 
-def begun_global_batch_size(settings: TrainConfig, run_dir: Path) -> int | None:
-    """The global batch of the run that these settings go on with, when they ask for the same batch as it did."""
-    begun = run_dir if settings.resume_from_checkpoint == "auto" else Path(settings.resume_from_checkpoint or "").parent
-    if settings.overwrite_output_dir or settings.resume_from_checkpoint is None:
-        return None
-    if not is_run(begun) or not (begun / "config.json").is_file():  # none, or killed as it began
-        return None
-    asked, provenance = artifacts.read_json(begun / "config.json"), artifacts.read_json(begun / "provenance.json")
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
-    same = all(asked.get(name) == getattr(settings, name) for name in names)
-    return provenance["global_batch_size"] if same else None
-
-
 def plan_batches(
     settings: TrainConfig, train_rows, world_size: int, begun_with: int | None = None
 ) -> batching.BatchPlan:
@@ -323,108 +308,6 @@ def plan_batches(
         gradient_accumulation_steps=accumulation,
         world_size=world_size,
     )
-
-
-def describe_origin(settings, manifest, tokenizer, plan, total_steps: int, dtype: torch.dtype) -> dict:
-    """All that decides the numbers of a run, for provenance.json and for refusing to continue a different one.
-
-    Raises: UserError when the data set was made with another tokenizer or chat template.
-    """
-    for what, found in (
-        ("tokenizer", artifacts.tokenizer_sha256(tokenizer)),
-        ("template", artifacts.template_sha256(tokenizer)),
-    ):
-        if manifest[f"{what}_sha256"] != found:
-            raise UserError(
-                f"{settings.dataset_dir} was made with another {what} than {settings.model_name_or_path} has "
-                f"({what}_sha256 {manifest[f'{what}_sha256'][:12]}… and {found[:12]}…); make the data set again with "
-                f"data_prep.py --model_name_or_path {settings.model_name_or_path}"
-            )
-    return {
-        "model_name_or_path": settings.model_name_or_path,
-        "model_sha256": artifacts.model_sha256(settings.model_name_or_path),
-        "dataset_sha256": manifest["dataset_sha256"],
-        "tokenizer_sha256": manifest["tokenizer_sha256"],
-        "template_sha256": manifest["template_sha256"],
-        "global_batch_size": plan.global_batch_size,
-        "total_steps": total_steps,
-        "base_dtype": str(dtype).removeprefix("torch."),
-        **{
-            name: getattr(settings, name)
-            for name in (
-                "adapter_name_or_path", "seed", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
-                "max_grad_norm", "lora_r", "lora_alpha", "lora_dropout", "target_modules",
-            )
-        },
-    }  # fmt: skip
-
-
-def find_progress(settings: TrainConfig, run_dir: Path, provenance: dict, total_steps: int):
-    """The checkpoint to go on from, None for a fresh start, or "complete"; changes nothing on disk.
-
-    Raises: UserError when the directory holds something else, or a run made from something else.
-    """
-    found_run = is_run(run_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"output_dir {run_dir} is a file; choose another directory")
-    if run_dir.exists() and not found_run and not all(checkpoint.is_leftover(path) for path in run_dir.iterdir()):
-        raise UserError(f"output_dir {run_dir} is not empty and holds no run; choose another directory")
-    if settings.overwrite_output_dir:
-        return None
-    if found_run and settings.resume_from_checkpoint is None:
-        raise UserError(
-            f"output_dir {run_dir} holds a run; continue it with resume_from_checkpoint: auto, delete it with "
-            "overwrite_output_dir: true, or choose another directory"
-        )
-    if found_run:
-        checkpoint.claim(run_dir)
-        refuse_another_run(artifacts.read_json(run_dir / "provenance.json"), provenance, f"output_dir {run_dir}")
-        checkpoint.remove_leftovers(run_dir)
-    if settings.resume_from_checkpoint not in (None, "auto"):
-        found = checkpoint.load(Path(settings.resume_from_checkpoint))
-        refuse_another_run(found.progress["provenance"], provenance, f"resume_from_checkpoint {found.path}")
-        return found
-    found = checkpoint.newest(run_dir, warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
-    if found:
-        refuse_another_run(found.progress["provenance"], provenance, f"checkpoint {found.path}")
-    return "complete" if found and found.step >= total_steps and (run_dir / "summary.json").is_file() else found
-
-
-def is_run(directory: Path) -> bool:
-    """Whether a directory holds a run of this script; the file is the first to be written and the last to be deleted."""
-    return (directory / "provenance.json").is_file()
-
-
-def refuse_another_run(before: dict, now: dict, place: str) -> None:
-    """Compares what two runs were made from; a moved but identical base model is the same. Raises: UserError."""
-    same_model = before.get("model_sha256") == now["model_sha256"] is not None
-    changed = [
-        f"{key} was {before.get(key)}, now {now.get(key)}"
-        for key in sorted(set(before) | set(now))
-        if before.get(key) != now.get(key) and not (key == "model_name_or_path" and same_model)
-    ]
-    if changed:
-        raise UserError(
-            f"{place} holds another run: {'; '.join(changed)}. Give the same settings to continue it, "
-            "overwrite_output_dir: true to delete it, or another output_dir"
-        )
-
-
-def begin_run(settings: TrainConfig, run_dir: Path, provenance: dict, environment: dict) -> None:
-    """Makes the run directory and writes what the run is made from and on."""
-    checkpoint.claim(run_dir)
-    checkpoint.remove_leftovers(run_dir)
-    with artifacts.explained_writing(run_dir):
-        if settings.overwrite_output_dir:
-            for path in sorted(run_dir.iterdir(), key=lambda path: path.name == "provenance.json"):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != checkpoint.LOCK:
-                    path.unlink()
-        (run_dir / "summary.json").unlink(missing_ok=True)
-    artifacts.write_json(run_dir / "provenance.json", provenance)
-    artifacts.write_json(run_dir / "config.json", asdict(settings))
-    artifacts.write_json(run_dir / "environment.json", environment)
 
 
 def put_adapter_on(base, settings: TrainConfig):
@@ -507,11 +390,6 @@ def exchange(accelerator, nll_sum: torch.Tensor, grad_norm: torch.Tensor, stop: 
     """
     mine = torch.stack([nll_sum, modeling.local_value(grad_norm).to(nll_sum), torch.tensor(float(stop)).to(nll_sum)])
     return accelerator.gather(mine[None]).double().cpu().numpy()
-
-
-def last_checkpoint(path: Path | None) -> str:
-    """Words for where a failed run can go on from; known on every rank, also where the directory is on another server."""
-    return f"The last checkpoint is {path}" if path else "There is no checkpoint yet"
 
 
 def how_to_go_on(settings: TrainConfig) -> str:

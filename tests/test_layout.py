@@ -11,6 +11,7 @@ LEVELS = [  # a module imports only from levels before its own
     {"device", "journal", "embedded", "diagnosis", "memory", "plots"},
     {"modeling", "collectives"},
     {"evaluation", "checkpoint", "weights", "report"},
+    {"origin"},
 ]
 SCRIPTS = ["data_prep.py", "train.py", "eval.py", "doctor.py", "export.py"]
 

@@ -117,10 +117,10 @@ def estimate(config, plan: Plan) -> dict[str, int]:
         base += size * (weights - layers * layer_weights + 2 * layer_weights)
     layer = kept_bytes_per_token(config, plan) * plan.tokens
     kept = layers * size * hidden * plan.tokens if plan.checkpointing else layers * layer
-    # Backward starts with the logits: log-softmax, its gradient and that of the logits, fp32 each (sft/loss.py). Later
-    # it needs the gradients inside one MLP, and that layer's activations again if they were not kept.
+    # The loss works on fp32 logits in place, beside a copy of them in a 16-bit model's dtype (sft/loss.py). Later
+    # backward needs the gradients inside one MLP, and that layer's activations again if they were not kept.
     rows = min(plan.target_tokens, plan.chunk_tokens) if plan.chunk_tokens else plan.target_tokens
-    logits = 12 * rows * vocabulary
+    logits = (6 if size == 2 or plan.autocast else 4) * rows * vocabulary
     in_layer = 4 * size * config.intermediate_size * plan.tokens + (layer if plan.checkpointing else 0)
     return {
         "base weights": base,

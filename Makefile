@@ -78,6 +78,19 @@ endef
 wheelhouse:
 	@$(PYTHON) sft/wheelhouse.py collect wheelhouse $(PYTHON_VERSION) $(ARCH) $(REQUIREMENTS)
 
+bench: $(VENV)/bench $(MODEL)/config.json
+	@$(BIN)/python benchmarks/step_time.py
+	@$(BIN)/python benchmarks/step_time.py --rows embedded --output outputs/benchmarks/step_time_embedded.json
+	@$(BIN)/python benchmarks/startup.py
+	@$(BIN)/python benchmarks/scaling.py
+	@OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/cpu_2.yaml benchmarks/eval_speed.py
+	@$(BIN)/python benchmarks/data_prep.py
+
+$(VENV)/bench: $(VENV)/runtime requirements-bench.txt
+	@echo "== installing requirements-bench.txt"
+	@$(BIN)/pip install --quiet -r requirements-bench.txt
+	@touch $@
+
 setup: $(VENV)/runtime
 
 verify-wheelhouse:

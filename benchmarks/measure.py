@@ -1,9 +1,11 @@
 """What the benchmarks share: taking turns between jobs, watching a command's memory, tables and result files."""
 
 import contextlib
+import itertools
 import json
 import os
 import platform
+import random
 import resource
 import socket
 import statistics
@@ -78,13 +80,28 @@ def waiting_job(processes: int, *argv) -> Iterator[list[Connection]]:
             end(job)
 
 
-def training_rows(model_name_or_path: str, dataset_dir: str) -> str:
-    """`dataset_dir`, or when that is empty a data set of the embedded rows for this model, made on the spot."""
+def training_rows(model_name_or_path: str, dataset_dir: str, short: bool = False) -> str:
+    """`dataset_dir`, or when that is empty a data set of the embedded pairs for this model, made on the spot.
+
+    short: answers of very different lengths instead, 34 words on average, for rows like those of instruction collections
+    (Alpaca's have some 90 tokens): a seeded log-normal number of words of the embedded answers.
+    """
     if dataset_dir:
         return dataset_dir
-    made = ROOT / "outputs" / "benchmarks" / "dataset"
+    source = ROOT / "data" / "ascend_qa_en.jsonl"
+    made = ROOT / "outputs" / "benchmarks" / ("dataset-short" if short else "dataset")
+    if short:
+        pairs, draw = read_lines(source), random.Random(0)
+        words = itertools.cycle(word for pair in pairs for word in pair["answer"].split())
+        source = made.with_suffix(".jsonl")
+        source.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("w", encoding="utf-8") as file:
+            for pair in pairs:
+                length = min(250, 1 + int(draw.lognormvariate(3.2, 0.8)))
+                answer = " ".join(itertools.islice(words, length))
+                file.write(json.dumps({"question": pair["question"], "answer": answer}) + "\n")
     run_watched([
-        sys.executable, "data_prep.py", "--input", "data/ascend_qa_en.jsonl", "--model_name_or_path", model_name_or_path,
+        sys.executable, "data_prep.py", "--input", source, "--model_name_or_path", model_name_or_path,
         "--output_dir", made, "--overwrite",
     ])  # fmt: skip
     return str(made)

@@ -28,7 +28,8 @@ class StepConfig:
     """All settings of this benchmark."""
 
     model_name_or_path: str = option("models/SmolLM2-135M-Instruct", "base model")
-    dataset_dir: str = option("", "data set made by data_prep.py; none: the 361 embedded rows")
+    dataset_dir: str = option("", "data set made by data_prep.py; none: 361 rows made on the spot")
+    rows: str = option("short", "rows made on the spot: short ones, or as they are", choices=("short", "embedded"))
     ranks: int = option(2, "processes, one thread each")
     global_batch_size: int = option(4, "rows per step over all ranks, one row per micro-batch")
     rounds: int = option(12, "steps that are timed")
@@ -43,7 +44,7 @@ def main() -> None:
     settings = parse(StepConfig, description=__doc__)
     if settings.quick:
         settings.rounds, settings.warm_up, settings.padded_every = 2, 1, 1
-    settings.dataset_dir = training_rows(settings.model_name_or_path, settings.dataset_dir)
+    settings.dataset_dir = training_rows(settings.model_name_or_path, settings.dataset_dir, settings.rows == "short")
     measured = measure(settings)
     steps = {name: [one["seconds"] for one in turns] for name, turns in measured.items()}
     cpu = {name: [one["cpu_s"] for one in turns] for name, turns in measured.items()}

@@ -10,6 +10,7 @@ from sft import device, errors
 
 if __name__ == "__main__":
     device.set_environment_defaults()  # torch reads them when it is imported
+    device.follow_launcher()
 
 import contextlib
 import hashlib
@@ -36,7 +37,6 @@ from sft.watchdog import Watchdog
 
 def main() -> None:
     settings = config.parse(TrainConfig, description=__doc__)
-    launcher_pid = device.launcher_pid()
     manifest = artifacts.read_manifest(settings.dataset_dir)
     check_trackers(settings.report_to)
     run_dir = Path(settings.output_dir)
@@ -103,7 +103,7 @@ def main() -> None:
     device.run_on_main(accelerator, lambda: origin.begin_run(settings, run_dir, provenance, environment))
     rank, ranks = accelerator.process_index, accelerator.num_processes
     saved = origin.last_checkpoint(resumed.path if resumed else None)
-    with Watchdog(run_dir, rank, ranks, settings.ddp_timeout, launcher_pid, saved) as watchdog:
+    with Watchdog(run_dir, rank, ranks, settings.ddp_timeout, saved) as watchdog:
         run = Run(
             settings, run_dir, accelerator, plan, provenance, model, peft_model, optimizer, eval_rows, total_steps,
             resumed, watchdog,

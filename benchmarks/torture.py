@@ -68,7 +68,7 @@ def start_by_command(argv: list, log: Path) -> Start:
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
 
-    return Start(process.pid, log, 2, wait)
+    return Start(process.pid, log, 2, wait, by_command=True)
 
 
 def complete_checkpoints(run_dir: Path) -> list[int]:
@@ -121,7 +121,7 @@ def deliver(kind: str, start: Start, draw: random.Random) -> bool:
     }
     try:
         if kind == "SIGKILL all":
-            os.killpg(start.pid, number)
+            start.kill_group()
             return True
         chosen = targets[kind.split(maxsplit=1)[1]]
         for pid in chosen:
@@ -129,6 +129,16 @@ def deliver(kind: str, start: Start, draw: random.Random) -> bool:
     except ProcessLookupError:
         return False
     return bool(chosen)
+
+
+def wait_for_end(start: Start, timeout_s: float = 60) -> None:
+    """Waits until all processes of a start have ended. Raises: TimeoutError, after killing them."""
+    end = time.monotonic() + timeout_s
+    while start.group_lives():
+        if time.monotonic() > end:
+            start.kill_group()
+            raise TimeoutError(f"ranks outlived their launcher by {timeout_s} s: {start.output[-3000:]}")
+        time.sleep(0.02)
 
 
 def torture(
@@ -165,10 +175,13 @@ def torture(
                     wait_for_moment(moment, run_dir, partial(os.path.exists, run_dir / "summary.json"), draw)
                     before = complete_checkpoints(run_dir)
                     killing = deliver(kind, start, draw)
-                status = start.wait()
-                if kind != "SIGKILL launcher" or draw.random() < 0.5:  # else its orphans meet the next start
-                    while start.group_lives():
-                        time.sleep(0.02)
+                try:
+                    status = start.wait()
+                    if kind != "SIGKILL launcher" or draw.random() < 0.5:  # else its orphans meet the next start
+                        wait_for_end(start)
+                except TimeoutError as error:
+                    refused.append(f"run {runs}, {kind} while {moment}: {error}")
+                    break
                 if killing:
                     delivered[f"{kind}, {moment}"] += 1
                     report(f"kill {delivered.total()} of {kills}: {kind}, {moment}, checkpoints before {before}")
@@ -182,8 +195,8 @@ def torture(
                 if result(run_dir) != expected:
                     different.append(f"run {runs}")
                 report(f"run {runs} is {'different' if result(run_dir) != expected else 'the same'}")
-                continue
-            break
+            if len(refused) > 2:
+                break
     return {
         "kills": delivered.total(), "by": dict(sorted(delivered.items())), "runs": runs, "starts": starts, "lost": lost,
         "different": different, "refused": refused, "seconds": round(time.monotonic() - begun, 1), "seed": seed,

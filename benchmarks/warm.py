@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,37 +31,36 @@ ROOT = Path(__file__).resolve().parent.parent
 class Start:
     """One start of train.py: `pid` is the launcher's (the process itself when there is one only)."""
 
-    def __init__(self, pid: int, log: Path, processes: int, wait: Callable[[float], int]):
-        self.pid, self.log, self.processes, self._wait = pid, log, processes, wait
+    def __init__(self, pid: int, log: Path, processes: int, wait: Callable[[float], int], by_command: bool = False):
+        self.pid, self.log, self.processes, self._wait, self.by_command = pid, log, processes, wait, by_command
+        self.seen: list[int] = []
 
     @property
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def rank_pids(self) -> list[int]:
-        """The ranks' process ids in order of their rank, as far as they live; [] before the agent has started them."""
+        """The ranks' process ids, the started ones in order of their rank as far as they live."""
         if self.processes == 1:
-            return [self.pid]
-        try:
-            children = psutil.Process(self.pid).children()
-        except psutil.NoSuchProcess:
-            return []
-        return sorted(child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE)
+            pids = [self.pid]
+        elif self.by_command:
+            pids = [child.pid for child in psutil.Process(self.pid).children()] if psutil.pid_exists(self.pid) else []
+            self.seen = pids or self.seen  # they outlive a launcher that was killed
+            pids = self.seen
+        else:
+            list_of_ranks = Path(f"{self.log}.ranks")
+            pids = [int(line) for line in list_of_ranks.read_text().split()] if list_of_ranks.exists() else []
+        return [pid for pid in pids if lives(pid)]
 
     def group_lives(self) -> bool:
         """Whether any process of this start is alive, orphans of a killed launcher included."""
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    return True
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
-        return False
+        return lives(self.pid) or bool(self.rank_pids())
 
     def kill_group(self) -> None:
         """SIGKILL to the launcher and all ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for pid in (*self.rank_pids(), self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float = 120) -> int:
         """The launcher's exit status; negative: the signal that ended it. Raises: TimeoutError, after killing all."""
@@ -132,6 +132,14 @@ class WarmServer:
         return message
 
 
+def lives(pid: int) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def run_main(script: str, argv: list[str]) -> None:
     """Runs a script as `python SCRIPT ARGV` would, in this process."""
     sys.argv = [script, *argv]
@@ -139,24 +147,50 @@ def run_main(script: str, argv: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+class Fork(subprocess.Popen):
+    """A child process that goes on as a fork of this one where Popen would execute a program; otherwise a Popen."""
+
+    def _execute_child(self, args, *more) -> None:
+        environment = more[
+            5
+        ]  # Popen passes everything by position: executable, preexec_fn, close_fds, pass_fds, cwd, env
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            with open(f"{os.environ['WARM_LOG']}.ranks", "a", encoding="utf-8") as file:
+                file.write(f"{self.pid}\n")
+            return
+        os.setsid()  # as torch asks of its children
+        os.closerange(3, 1024)  # as execution of a program would: the launcher's sockets have to die with it
+        os.environ.clear()
+        os.environ.update(environment)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        status = 1
+        try:
+            run_main(args[0], list(args[1:]))
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
 def launch(script: str, argv: list[str], processes: int) -> None:
     """What `torchrun --standalone --nproc_per_node` does, with forks as its children."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    subprocess_handler.Popen = Fork
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        run_id=str(os.getpid()), start_method="fork", monitor_interval=0.1, max_restarts=0,
+        run_id=str(os.getpid()), monitor_interval=0.1, max_restarts=0,
     )  # fmt: skip
-    elastic_launch(config, run_rank)(script, argv)
-
-
-def run_rank(script: str, argv: list[str]) -> None:
-    """`run_main`, ending as a program does: multiprocessing would wait for a launcher that may have been killed."""
-    launcher = os.getppid()
-    run_main(script, argv)
-    if os.getppid() != launcher:
-        sys.stdout.flush()
-        os._exit(0)
+    elastic_launch(config, script)(*argv)
 
 
 def serve(script: str) -> None:
@@ -202,7 +236,7 @@ def serve(script: str) -> None:
             null = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
-            os.environ.update(request["env"])
+            os.environ.update(request["env"], WARM_LOG=request["log"])
             for name, value in request["limits"].items():
                 resource.setrlimit(getattr(resource, name), (value, value))
             if request["processes"] == 1:

@@ -1,8 +1,10 @@
 """Which card this process computes on, and what differs between vendors. Nothing else in the package names one."""
 
+import ctypes
 import os
 import platform
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -41,13 +43,15 @@ def set_environment_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
-def launcher_pid() -> int | None:
-    """The process that started this rank, when that was torchrun or Accelerate: it passes signals on while it lives.
+def follow_launcher() -> None:
+    """Has the kernel send this rank SIGTERM when torchrun or Accelerate, which started it, dies: nobody else would tell.
 
-    Ask before anything slow, so that a launcher which ends meanwhile is still known.
+    Call it before anything slow. In training the signal saves and stops, before that it ends the process, so that no
+    orphan keeps a card or a run directory. Linux only (prctl(2), PR_SET_PDEATHSIG = 1).
     """
     launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()  # set by one or the other
-    return os.getppid() if launched else None
+    if launched and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ class Watchdog:
 
     Nine tenths, because the backend's own message, at timeout_s, names no rank. Only for several ranks: one alone may
     take its time. Launchers pass on the signal that a terminal has sent to all already, so within a second both count
-    as one. The stop of a launcher that can no longer pass on anything is seen as well: `launcher_pid` stops being the
-    parent. last_checkpoint: words for where a failed run can go on; to be kept up to date.
+    as one. last_checkpoint: words for where a failed run can go on; to be kept up to date.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class Watchdog:
         rank: int,
         world_size: int,
         timeout_s: float,
-        launcher_pid: int | None,
         last_checkpoint: str,
     ):
-        self.run_dir, self.rank, self.world_size, self.launcher_pid = run_dir, rank, world_size, launcher_pid
+        self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
         self.limit_s = 0.9 * timeout_s
         self.beat_s = min(BEAT_S, self.limit_s / 10)
         self.last_checkpoint = last_checkpoint
@@ -81,8 +79,8 @@ class Watchdog:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop, or lost its launcher."""
-        return self.stop_since is not None or (self.launcher_pid is not None and os.getppid() != self.launcher_pid)
+        """Whether this rank was asked to stop."""
+        return self.stop_since is not None
 
     def reached(self, step: int, place: str) -> None:
         """Notes progress: the main thread is at `place` in `step`. Every rank passes the same marks in the same order."""

@@ -54,7 +54,7 @@ def test_a_signal_to_one_rank_all_or_the_launcher_stops_all_ranks_together(warm,
     run_dir = tmp_path / "run"
     for at_step, send in (
         (2, lambda start: os.kill(start.rank_pids()[1], signal.SIGHUP)),
-        (7, lambda start: os.killpg(start.pid, signal.SIGINT)),  # Ctrl-C: a terminal sends it to all
+        (7, lambda start: [os.kill(pid, signal.SIGINT) for pid in (*start.rank_pids(), start.pid)]),  # as Ctrl-C does
         (12, lambda start: os.kill(start.pid, signal.SIGTERM)),
     ):
         start = warm.start(*arguments(run_dir))

@@ -73,7 +73,7 @@ class Watchdog:
     def __exit__(self, *exception) -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a library's, set from C
         self.inside.send(b"\0")
         self.thread.join(self.beat_s)
 

@@ -8,7 +8,7 @@ import pytest
 from sft import device
 from sft.errors import UserError
 from tests import tiny
-from tests.conftest import ROOT, adapter, assert_same_numbers, launch, losses, must, numbers, train
+from tests.conftest import ROOT, adapter, assert_same_numbers, launch, losses, must, numbers, run_script, train
 
 STEPS = ["--max_steps", "8", "--save_steps", "4", "--learning_rate", "1e-2"]
 
@@ -165,3 +165,42 @@ def test_four_ranks_load_a_model_with_little_more_than_one_copy_in_memory(tmp_pa
         must(launch(config, "tests/programs/shard_memory.py", model_dir, output, flags=flags, env=environment))
         found = json.loads(output.read_text())
         assert low <= found["copies"] < high, found
+
+
+@pytest.mark.slow
+def test_tensor_and_context_parallelism_are_still_where_docs_parallelism_says(tmp_path, tiny_model_dir):
+    """What docs/parallelism.md gives as reasons for refusing them. When this fails, look whether they can be allowed."""
+    program = ["tests/programs/other_parallelism.py", tiny_model_dir, tmp_path / "found.json"]
+    must(run_script("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program))
+    found = json.loads((tmp_path / "found.json").read_text())
+    for kind in ("tensor_qkv", "tensor_qkvo_mended"):  # the arithmetic is right
+        assert found[kind]["logits"] < 1e-5 and found[kind]["gradients"] < 1e-5
+        assert "got mixed torch.Tensor and DTensor" in found[kind]["clipping"]  # obstacle 2
+    assert "is invalid for input of size" in found["tensor_qkvo"]["error"]  # obstacle 1
+    assert (
+        "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy"
+        in found["context"]["error"]
+    )
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+def test_two_npus_share_the_memory_of_a_model_and_give_the_numbers_of_one(
+    tmp_path, tiny_tokenizer, dataset_dir, npu_environment
+):
+    """Against one card without DDP, which needs less: DDP's start copies up to 250 MB of weights once more."""
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    tiny_tokenizer.save_pretrained(model_dir)
+    tiny.save_model(model_dir, tiny_tokenizer, hidden_size=192, layers=64)  # 88 MB: many layers, as large models have
+    flags = ["--max_steps", 1, "--global_batch_size", 2, "--lora_r", 1, "--no_eval_on_start", "--eval_steps", 9,
+             "--dtype", "float32", "--gradient_checkpointing", "true"]  # fmt: skip
+    single = {"flags": ["--mixed_precision", "no"], "env": npu_environment, "timeout": 600}
+    must(train("npu_1", model_dir, dataset_dir, tmp_path / "one", *flags, **single))
+    halves = [*single["flags"], "--num_processes", "2", "--fsdp_activation_checkpointing", "false"]
+    must(train("npu_8_fsdp", model_dir, dataset_dir, tmp_path / "two", *flags, **{**single, "flags": halves}))
+    one, two = summary(tmp_path / "one"), summary(tmp_path / "two")
+    assert (two["device"], two["distributed_type"], two["world_size"]) == ("npu", "FSDP", 2)
+    assert max(two["peak_memory_bytes"]) <= 0.6 * one["peak_memory_bytes"][0]
+    assert_same_numbers(tmp_path / "one", tmp_path / "two", relative=1e-4)
+    assert len(adapter(tmp_path / "two")) == 64 * 4 * 2

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -182,10 +183,12 @@ class Fork(subprocess.Popen):
 
 def launch(script: str, argv: list[str], processes: int) -> None:
     """What `torchrun --standalone --nproc_per_node` does, with forks as its children."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    subprocess_handler.Popen = Fork
+    handler = sys.modules[api.SubprocessHandler.__module__]
+    handler.Popen = Fork
+    handler.subprocess = types.SimpleNamespace(Popen=Fork)  # torch 2.1 names it so
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         run_id=str(os.getpid()), monitor_interval=0.1, max_restarts=0,
@@ -200,7 +203,8 @@ def serve(script: str) -> None:
         importlib.import_module(name)  # what functions import later
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tiny = Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    tiny = Qwen2Config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8,
+                       attn_implementation="eager")  # fmt: skip
     Qwen2ForCausalLM.from_pretrained(None, config=tiny, state_dict=Qwen2ForCausalLM(tiny).state_dict())
 
     gc.collect()

@@ -100,6 +100,8 @@ class _Encoder:
     def render(self, conversations: list[list[dict]], add_generation_prompt: bool) -> list[str | ValueError]:
         """The template's text of each conversation, special tokens as placeholders and aliases; its complaint as the error."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        if not conversations:  # transformers 4.55 looks into the first one
+            return []
         try:
             texts = self.tokenizer.apply_chat_template(conversations, **options)
         except (TemplateError, TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from eval import main
-from sft import evaluation
+from sft import evaluation, modeling
 from sft.encoding import encode_dialogue, encode_prompt
 from sft.errors import UserError
 from tests.conftest import ENVIRONMENT, ROOT, launch, must, run_script
@@ -57,7 +57,7 @@ def run_copy(tiny_run_dir, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_model(tiny_model_dir):
-    return AutoModelForCausalLM.from_pretrained(str(tiny_model_dir), attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(str(tiny_model_dir), attn_implementation=modeling.generation_attention()).eval()
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def tiny_gpt2():
     """A model with learned positions: counted from the wrong place they change everything, which RoPE would hide."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=600, n_positions=256, n_embd=64, n_layer=2, n_head=4, initializer_range=0.3)
+    config._attn_implementation = modeling.generation_attention()
     return GPT2LMHeadModel(config).eval()
 
 

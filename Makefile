@@ -3,6 +3,7 @@
 #   make test        all tests and the linter        make check      linter alone
 #   make test-npu    the NPU tests on a simulated Ascend (or on real cards)
 #   make bench       the measurements that README quotes
+#   make test-slow   the proofs that take longer     make test-serving  answers of a real vLLM server against eval.py's
 #   make test-cann8  the tests with the libraries of CANN 8.0 (torch 2.1, on CPU), against those of requirements.txt
 #   make test-torch26  the same with torch 2.6      TESTS="tests/test_stacks.py …" picks some
 #   make wheelhouse  every wheel for REQUIREMENTS, PYTHON_VERSION and ARCH into wheelhouse/, for machines without a network
@@ -32,7 +33,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
 endif
 
-.PHONY: demo test check bench test-npu test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
+.PHONY: demo test check bench test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
 
 demo: $(VENV)/runtime $(MODEL)/config.json
 	@echo "== 1/3 data: data/ascend_qa_en.jsonl → $(DEMO)/dataset"
@@ -90,6 +91,15 @@ $(VENV)/bench: $(VENV)/runtime requirements-bench.txt
 	@echo "== installing requirements-bench.txt"
 	@$(BIN)/pip install --quiet -r requirements-bench.txt
 	@touch $@
+
+test-serving: $(VENV)/development $(MODEL)/config.json
+	@test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving
+	@.venv-serving/bin/pip install --quiet -r requirements-serving.txt
+	@.venv-serving/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@REQUIRE_SERVING_TESTS=1 $(BIN)/python -m pytest tests/test_serving.py
+
+test-slow: $(VENV)/development
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow --ignore tests/test_serving.py
 
 setup: $(VENV)/runtime
 

@@ -65,12 +65,25 @@ class BatchPlan:
         order = epoch_order(self.seed, epoch, len(self.lengths))
         return order[position * self.global_batch_size : (position + 1) * self.global_batch_size].tolist()
 
+    @functools.cached_property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the largest micro-batch there can be: the longest rows of the data set together, which have to fit."""
+        return int(np.sort(self.lengths)[-self.per_device_train_batch_size :].sum())
+
     def layout(self, step: int) -> list[list[list[int]]]:
-        """[micro-batch][rank] → rows. Ranks get even token sums, then each rank's micro-batches do; some may be empty."""
-        size, count = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        by_rank = deal_by_tokens(self.rows(step), self.lengths, self.world_size, size * count)
-        by_micro_batch = [deal_by_tokens(rows, self.lengths, count, size) for rows in by_rank]
-        return [[by_micro_batch[rank][m] for rank in range(self.world_size)] for m in range(count)]
+        """[micro-batch][rank] → rows. Ranks get even token sums, then each rank's micro-batches do; some may be empty.
+
+        Short rows share a micro-batch as long as it stays within `micro_batch_tokens`: fewer and larger products in the
+        same memory. So there are gradient_accumulation_steps micro-batches at most, on all ranks the same number.
+        """
+        size, most = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        by_rank = deal_by_tokens(self.rows(step), self.lengths, self.world_size, size * most)
+        for count in range(1, most + 1):
+            capacity = size if count == most else size * most
+            dealt = [deal_by_tokens(rows, self.lengths, count, capacity) for rows in by_rank]
+            if max(self.lengths[rows].sum() for bins in dealt for rows in bins) <= self.micro_batch_tokens:
+                break
+        return [[bins[m] for bins in dealt] for m in range(count)]
 
     def target_count(self, step: int) -> int:
         """Target tokens of a step over all ranks: the denominator of its loss, known without asking the other ranks."""
@@ -125,7 +138,7 @@ class StepSampler:
     last: int
 
     def __len__(self) -> int:
-        return (self.last - self.first) * self.plan.gradient_accumulation_steps * self.plan.world_size
+        return sum(len(self.plan.layout(step)) for step in range(self.first, self.last)) * self.plan.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first, self.last):

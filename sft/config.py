@@ -36,8 +36,8 @@ class TrainConfig:
     adapter_name_or_path: str | None = option(None, "start from this LoRA adapter instead of a new one")
     trust_remote_code: bool = option(False, "run Python code that comes with the model (only if you trust its author)")
     # batch: global batch = per-device batch × accumulation × world size
-    per_device_train_batch_size: int = option(1, "rows per micro-batch and rank, at most")
-    gradient_accumulation_steps: int | None = option(None, "micro-batches per step and rank (1 if nothing is given)")
+    per_device_train_batch_size: int = option(1, "rows per micro-batch and rank; more when they are short")
+    gradient_accumulation_steps: int | None = option(None, "micro-batches per step and rank, at most (default 1)")
     global_batch_size: int | None = option(None, "rows per optimizer step over all ranks; derives the accumulation")
     auto_micro_batch: bool = option(False, "out of memory: halve the micro-batch, double the accumulation, go on")
     # optimisation

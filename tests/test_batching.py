@@ -68,9 +68,23 @@ def test_long_rows_are_dealt_to_different_ranks():
 def test_sampler_yields_step_then_micro_batch_then_rank_and_starts_anywhere():
     plan = make_plan(10, 1, 2, 2)
     everything = list(StepSampler(plan, 0, 6))
-    assert len(everything) == len(StepSampler(plan, 0, 6)) == 24
-    assert everything[:4] == [plan.layout(0)[m][rank] for m in (0, 1) for rank in (0, 1)]
-    assert list(StepSampler(plan, 4, 6)) == everything[16:]
+    assert [len(plan.layout(step)) for step in range(6)] == [2, 2, 1, 1, 2, 1]
+    assert len(everything) == len(StepSampler(plan, 0, 6)) == 2 * 9
+    assert everything[4:8] == [plan.layout(1)[m][rank] for m in (0, 1) for rank in (0, 1)]
+    assert list(StepSampler(plan, 4, 6)) == everything[12:]
+
+
+def test_short_rows_share_a_micro_batch_that_is_no_longer_than_the_longest_row():
+    lengths = np.array([30, 100, 20, 40, 60, 30, 10, 10])
+    plan = BatchPlan(lengths, lengths, 0, 1, 4, 2)
+    assert plan.micro_batch_tokens == 100
+    assert plan.layout(0) == [[[1], [4, 6]], [[0, 2, 7], [3, 5]]]  # two micro-batches instead of four, on both ranks
+    for world_size, accumulation in ((1, 8), (2, 4), (4, 2), (8, 1)):
+        plan = BatchPlan(lengths, lengths, 0, 1, accumulation, world_size)
+        micro_batches = [lengths[rows].sum() for ranks in plan.layout(0) for rows in ranks]
+        assert max(micro_batches) <= 100 and sum(micro_batches) == 300
+    pairs = BatchPlan(lengths, lengths, 0, 2, 2, 2)
+    assert pairs.micro_batch_tokens == 160 and len(pairs.layout(0)) == 1
 
 
 @pytest.mark.parametrize(

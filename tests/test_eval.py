@@ -57,7 +57,9 @@ def run_copy(tiny_run_dir, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_model(tiny_model_dir):
-    return AutoModelForCausalLM.from_pretrained(str(tiny_model_dir), attn_implementation=modeling.generation_attention()).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        str(tiny_model_dir), attn_implementation=modeling.generation_attention()
+    ).eval()
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def add_lora(
     model = get_peft_model(base, config)
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in trainable_parameters(model).items():
-        start = torch.zeros(parameter.shape)
+        start = torch.zeros(parameter.shape, device="cpu")
         if "lora_A" in name:  # PEFT's distribution, but a function of the seed alone, whatever holds the base's weights
             start.uniform_(-1 / math.sqrt(parameter.shape[1]), 1 / math.sqrt(parameter.shape[1]), generator=draw)
         place(model, name, start)

@@ -94,8 +94,9 @@ def ours(job: JobConfig) -> None:
 def time_products(run, step: int, linears: list) -> dict:
     """Seconds of all matrix products of a step on this rank, nothing else: {"linear": …, "attention": …}.
 
-    Linear layers: y = x Wᵀ, the gradient of x (not where nothing below is trained), and of W for the adapter's; the head
-    at target positions. Attention: the two products of each row and head and their four gradients, full squares.
+    The shapes are those of the step's own micro-batches. Linear layers: y = x Wᵀ, the gradient of x (not where nothing
+    below is trained) and of the adapter's W; the head at target positions. Attention: the two products of each row and
+    head and their four gradients, full squares.
     """
     import torch
 
@@ -111,11 +112,12 @@ def time_products(run, step: int, linears: list) -> dict:
             )
             linears.append((m.weight.detach(), m.weight.requires_grad, not first, m is head))
     rank = run.accelerator.process_index
-    rows = [row for micro_batch in run.plan.layout(step - 1) for row in micro_batch[rank]]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     seconds = {"linear": 0.0, "attention": 0.0}
     with torch.no_grad():
-        for tokens, targets in zip(run.plan.lengths[rows].tolist(), run.plan.target_tokens[rows].tolist()):
+        for micro_batch in run.plan.layout(step - 1):
+            rows = micro_batch[rank]
+            tokens, targets = int(run.plan.lengths[rows].sum()), int(run.plan.target_tokens[rows].sum())
             widths = {size for weight, *_ in linears for size in weight.shape}
             data = {width: torch.randn(tokens, width) for width in widths}
             started = time.perf_counter()
@@ -127,19 +129,14 @@ def time_products(run, step: int, linears: list) -> dict:
                 if trained:
                     g.t() @ x
             seconds["linear"] += time.perf_counter() - started
-            a, b = torch.randn(2, config.num_attention_heads, tokens, head_dim)
-            square = torch.randn(config.num_attention_heads, tokens, tokens)
-            started = time.perf_counter()
-            for _ in range(config.num_hidden_layers):
-                (
-                    a @ b.transpose(1, 2),
-                    square @ b,
-                    a @ b.transpose(1, 2),
-                    square.transpose(1, 2) @ b,
-                    square @ b,
-                    square @ a,
-                )
-            seconds["attention"] += time.perf_counter() - started
+            for length in run.plan.lengths[rows].tolist():
+                a, b = torch.randn(2, config.num_attention_heads, length, head_dim)
+                square = torch.randn(config.num_attention_heads, length, length)
+                flipped, across = square.transpose(1, 2), b.transpose(1, 2)
+                started = time.perf_counter()
+                for _ in range(config.num_hidden_layers):
+                    a @ across, square @ b, a @ across, flipped @ b, square @ b, flipped @ a
+                seconds["attention"] += time.perf_counter() - started
     return seconds
 
 

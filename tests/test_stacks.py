@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sft import device
+from sft.errors import UserError
 from tests.conftest import ROOT, make_rows, must, once, write_jsonl
 
 OTHER = Path(os.environ.get("OTHER_STACK", ROOT / ".venv-cann8" / "bin" / "python"))
@@ -120,6 +122,13 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def described(crossed: Path) -> tuple[dict, dict]:
     return read(crossed / "described-this.json"), read(crossed / "described-other.json")
+
+
+@pytest.mark.skipif(device.torch_version() >= (2, 6), reason="this torch has FSDP2: tests/test_fsdp.py")
+def test_sharding_is_refused_with_an_older_torch(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=r"asks for FSDP, which needs torch 2\.6 or newer, and this is torch 2\.1\.0"):
+        device.sharding_plugin(state=None)
 
 
 def test_the_stacks_are_two(crossed):

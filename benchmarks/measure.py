@@ -57,7 +57,7 @@ class Turns:
 
 @contextlib.contextmanager
 def waiting_job(processes: int, *argv) -> Iterator[list[Connection]]:
-    """Starts a job of so many ranks; yields a connection to each rank, which waits for its turn."""
+    """Starts a job of so many ranks; yields a connection to each rank, which waits for its turn. Ends it at the end."""
     with Listener(("127.0.0.1", 0)) as listener, tempfile.TemporaryFile("w+") as log:
         listener._listener._socket.settimeout(DEADLINE_S)
         address = "{}:{}".format(*listener.address)
@@ -69,7 +69,6 @@ def waiting_job(processes: int, *argv) -> Iterator[list[Connection]]:
                 connection = listener.accept()
                 ranks[connection.recv()] = connection
             yield [ranks[rank] for rank in range(processes)]
-            job.wait(timeout=DEADLINE_S)
         except BaseException:
             log.seek(0)
             print(log.read()[-5000:], file=sys.stderr)

@@ -59,13 +59,13 @@ def main() -> None:
             "× train.py": median_ratio(seconds, beside_padded if name == "padded" else steps["train.py"]),
             "loss first → last": "" if name in ("floor", "padded")
             else f"{measured[name][0]['loss']:.3f} → {measured[name][-1]['loss']:.3f}",
-            "peak GB a process": "" if name in ("floor", "padded") else measured[name][-1]["peak_memory_bytes"] / 1e9,
         }
         for name, seconds in steps.items()
     ]  # fmt: skip
     write_result(
         settings.output, settings, table,
         times_faster_than_trl=median_ratio(steps["TRL"], steps["train.py"]),
+        times_less_cpu_than_trl=median_ratio(cpu["TRL"], cpu["train.py"]),
         times_faster_than_plain=median_ratio(steps["plain"], steps["train.py"]),
         times_faster_than_padded=median_ratio(steps["padded"], beside_padded) if beside_padded else None,
         step_over_floor=median_ratio(steps["train.py"], steps["floor"]),
@@ -88,7 +88,7 @@ def measure(settings: StepConfig) -> dict[str, list[dict]]:
                         settings.ranks, "benchmarks/contenders.py", name, "--model_name_or_path",
                         settings.model_name_or_path, "--dataset_dir", settings.dataset_dir, "--output_dir", folder / name,
                         "--global_batch_size", settings.global_batch_size, "--max_length", settings.max_length,
-                        "--steps", settings.warm_up + settings.rounds + 1,
+                        "--steps", settings.warm_up + settings.rounds + 1,  # none comes to its end
                     )
                 )  # fmt: skip
             for number in range(-settings.warm_up, settings.rounds):
@@ -103,8 +103,6 @@ def measure(settings: StepConfig) -> dict[str, list[dict]]:
                 print(" ".join(f"{name} {one['seconds']:.2f} s" for name, one in turns.items()), flush=True)
                 for name, one in turns.items() if number >= 0 else ():
                     measured.setdefault(name, []).append(one)
-            for name in ranks:  # one more step each, so that the jobs end by themselves
-                take_turn(ranks[name], "step")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return measured

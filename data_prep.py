@@ -125,6 +125,10 @@ class PrepConfig:
             raise UserError(f"max_length is {self.max_length}; a row needs at least 2 tokens, 512 is usual")
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"eval_fraction is {self.eval_fraction}; expected at least 0 and below 1, for example 0.05")
+        if self.question_column and self.question_column == self.answer_column:
+            raise UserError(
+                f"question_column and answer_column are both {self.answer_column}: the model would learn to repeat questions"
+            )
         if self.num_proc is not None and self.num_proc < 1:
             raise UserError(f"num_proc is {self.num_proc}; expected at least 1")
 
@@ -560,7 +564,4 @@ def end_on_signals() -> None:
 
 if __name__ == "__main__":
     end_on_signals()
-    try:
-        run(main)
-    except KeyboardInterrupt:
-        sys.exit("interrupted: nothing was written")
+    run(main, interrupted="interrupted: nothing was written")

@@ -23,8 +23,8 @@ class RunFailed(RuntimeError):
         self.here_only = here_only
 
 
-def run(main: Callable[[], None]) -> None:
-    """Calls `main`; a `UserError` or `RunFailed` becomes its message on stderr, without a traceback."""
+def run(main: Callable[[], None], interrupted: str = "interrupted") -> None:
+    """Calls `main`; a `UserError`, `RunFailed` or Ctrl-C becomes a message on stderr, without a traceback."""
     # Libraries announce renamed arguments to their callers' authors; the versions are pinned, users can do nothing.
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
@@ -36,8 +36,7 @@ def run(main: Callable[[], None]) -> None:
         print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:  # in training it is a request to stop, which sft/watchdog.py serves
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(interrupted)
     except Exception:
         # Mostly the echo of another rank's end, a closed connection: that rank has the word, and the launcher ends
         # this one meanwhile. If it does not, this is the cause.

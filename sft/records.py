@@ -53,6 +53,9 @@ class Dialogue:
     cut_turns: int = 0  # turns of the user at the end that nobody answered
 
 
+INVISIBLE = " \t\r\n\u00a0\u200b\u200c\u200d\u2060\u3000\ufeff"  # characters that show nothing when they stand alone
+
+
 def find_sources(inputs: list[str], file_format: str = "auto") -> list[Source]:
     """What the user's inputs stand for: files, directories of files, `datasets` directories, hub names. Raises: UserError."""
     sources = []
@@ -61,7 +64,8 @@ def find_sources(inputs: list[str], file_format: str = "auto") -> list[Source]:
         if path.is_dir() and any((path / mark).exists() for mark in ("dataset_dict.json", "state.json")):
             sources.append(_open_dataset(name, from_disk=True))
         elif path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file))
+            hidden = {file for file in path.rglob("*") if any(part[0] == "." for part in file.relative_to(path).parts)}
+            files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) and file not in hidden)
             if not files:
                 raise UserError(
                     f"{name} holds no file that is read; expected one of {', '.join(FORMATS)} (each also .gz)"
@@ -207,15 +211,30 @@ def _read_json(file: TextIO, path: str) -> Iterator[tuple[int, Any]]:
         if is_first and text[0] == "[":
             yield from _read_array("\n" * (number - 1) + line + file.read(), path)
             return
-        is_first = False
         try:
             value = json.loads(text)
+        except RecursionError:
+            raise UserError(f"{path}:{number}: the JSON is nested too deeply to be a row; delete that line") from None
         except json.JSONDecodeError as error:
+            if is_first and text[0] == "{" and _is_json(line + file.read()):
+                raise UserError(
+                    f"{path}:{number}: one JSON object over several lines; expected one object a line, or one array of "
+                    "objects: take the list of rows out of the object, or put [ ] around it"
+                ) from None
             raise UserError(
                 f"{path}:{number}:{line.index(text) + error.colno}: not valid JSON ({error.msg}); expected one whole JSON "
                 "object a line, or one array: mend or delete that line (was the file cut off while it was copied?)"
             ) from None
+        is_first = False
         yield number, value
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _read_array(text: str, path: str) -> Iterator[tuple[int, Any]]:
@@ -243,6 +262,8 @@ def _read_array(text: str, path: str) -> Iterator[tuple[int, Any]]:
     except json.JSONDecodeError as error:
         hint = "delete the comma before ]" if text.startswith("]", error.pos) else "mend the file there"
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON ({error.msg}); {hint}") from None
+    except RecursionError:
+        raise UserError(f"{path}:{line}: the JSON is nested too deeply to be rows; mend the file there") from None
 
 
 def _explain_encoding(path: str, encoding: str, error: UnicodeError) -> str:
@@ -260,9 +281,12 @@ def _explain_encoding(path: str, encoding: str, error: UnicodeError) -> str:
         return (
             f"{path}:{line}: this is not {encoding.upper()} ({error.reason}); name the file's encoding with --encoding"
         )
+    shown = name.upper().replace("_", "-")
+    if shown in ("UTF-8", "ASCII"):
+        return f"{path}:{line}: this is not {encoding.upper()}, it looks like UTF-8; leave out --encoding"
     return (
-        f"{path}:{line}: this is not {encoding.upper()}, it looks like {name.upper().replace('_', '-')}; read it with --encoding "
-        f"{name}, or convert it: iconv -f {name.upper()} -t UTF-8 {path} > new_file"
+        f"{path}:{line}: this is not {encoding.upper()}, it looks like {shown}; read it with --encoding "
+        f"{name}, or convert it: iconv -f {shown} -t UTF-8 {path} > new_file"
     )
 
 
@@ -390,7 +414,7 @@ def _text(value: Any, name: str) -> str:
     ):
         value = "\n".join(str(part.get("text", "")) for part in value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = str(value)
+        value = None if value != value else str(value)  # NaN is how spreadsheets and pandas write nothing
     if value is None:
         raise RowError(f"`{name}` is null; expected text")
     if not isinstance(value, str):
@@ -400,6 +424,8 @@ def _text(value: Any, name: str) -> str:
     if not value.isascii() and re.search("[\ud800-\udfff]", value):
         raise RowError(f"`{name}` holds half a character (a lone surrogate); the file was cut or converted wrongly")
     value = value.rstrip()
+    if not value.isascii() and not value.strip(INVISIBLE):
+        return ""
     return re.sub(r"\A(?:[^\S\n]*\n)+", "", value) if value[:1].isspace() else value
 
 

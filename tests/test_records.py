@@ -263,3 +263,33 @@ def test_sketches_do_not_depend_on_their_neighbours():
     alone = np.concatenate([sketch([text]) for text in texts])
     assert sketch(texts).tolist() == alone.tolist()
     assert json.dumps(sketch(["x"]).tolist())  # plain whole numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n "data": [{"question": "a", "answer": "b"}]\n}\n', "one JSON object over several lines"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"question": ' + "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_json_that_is_no_list_of_rows_is_said_to_be_so(tmp_path, text, message):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    (source,) = find_sources([str(path)])
+    with pytest.raises(UserError, match=message):
+        list(read_rows(source))
+
+
+def test_what_shows_nothing_is_empty_and_nan_is_null():
+    with pytest.raises(RowError, match="empty answer"):
+        read_dialogue({"question": "a?", "answer": "\u200b \ufeff"})
+    with pytest.raises(RowError, match="`answer` is null"):
+        read_dialogue({"question": "a?", "answer": float("nan")})
+
+
+def test_hidden_files_of_a_directory_are_not_read(tmp_path):
+    for name in ("rows.jsonl", "._rows.jsonl", ".ipynb_checkpoints/rows.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"question": "a?", "answer": "b"}\n')
+    assert [source.path for source in find_sources([str(tmp_path)])] == [str(tmp_path / "rows.jsonl")]

@@ -100,7 +100,7 @@ def explain(path: str) -> dict:
     elif Path(path).exists() and not Path(path).is_dir():
         log = Path(path).read_text(encoding="utf-8", errors="replace")
     else:
-        raise UserError(f"the log {path} is not there; give a file, or - and pipe the log in")
+        raise UserError(f"the log {path} is no file; give a file, or - and pipe the log in")
     answer = failures.explain(log)
     rank = "" if answer["rank"] is None else f", rank {answer['rank']}"
     place = f" (line {answer['line']}{rank})" if answer["line"] else rank
@@ -123,6 +123,8 @@ def estimate(args: argparse.Namespace) -> dict:
 
 def write_report(args: argparse.Namespace) -> None:
     """One markdown file: checks, and estimate and explanation where asked for; nothing that identifies anybody."""
+    if not Path(args.report).parent.is_dir():
+        raise UserError(f"--report {args.report}: the directory {Path(args.report).parent} is not there; make it first")
     machine, _ = examine(args)
     parts = [("Machine", machine["text"])]
     if args.estimate or args.config:

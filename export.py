@@ -72,12 +72,21 @@ def main() -> None:
     output_dir = Path(settings.output_dir)
     if output_dir.exists() and not settings.overwrite:
         raise UserError(f"output_dir {output_dir} exists; choose another directory or give --overwrite")
+    if output_dir.exists() and not (output_dir / "export.json").is_file():
+        raise UserError(
+            f"output_dir {output_dir} holds no merged model of this script, and --overwrite replaces nothing else"
+        )
 
     # What is merged into what.
     adapter_dir = Path(settings.run_dir)
     lora, deltas, provenance = read_run(adapter_dir)
     base_name = settings.model_name_or_path or provenance["model_name_or_path"]
     base_dir = weights_directory(base_name)
+    for kept in (adapter_dir, base_dir):
+        if output_dir.resolve() in (kept.resolve(), *kept.resolve().parents):
+            raise UserError(
+                f"output_dir {output_dir} is or holds {kept}, which it is made from; choose another directory"
+            )
     recorded = provenance.get("model_sha256")
     if recorded and (found := artifacts.model_sha256(base_name)) and found != recorded:
         raise UserError(
@@ -248,6 +257,11 @@ def verify(base_name: str, adapter_dir: Path, directory: Path, tokenizer, dtype:
     merged = probe_logits(
         modeling.load_base(str(directory), torch.float32, trust_remote_code=trust_remote_code), batches
     )
+    if not torch.isfinite(adapted).all():
+        raise UserError(
+            f"base + adapter of {adapter_dir} gives logits that are not finite: the training has diverged (lower its "
+            "learning_rate); there is nothing worth merging"
+        )
     scale = adapted.abs().max()
     found = {
         "largest_error": float((merged - adapted).abs().max() / scale),

@@ -57,6 +57,8 @@ def main() -> None:
     # What the run is made from decides whether an earlier run in the same directory may be continued.
     tokenizer = modeling.load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
     dtype = device.base_dtype(settings.dtype, accelerator.device)
+    for name, rows in (("train", train_rows), ("eval", eval_rows)):
+        artifacts.check_split(rows, manifest, name, settings.dataset_dir, len(tokenizer))
     provenance = origin.describe(settings, manifest, tokenizer, plan, total_steps, dtype)
     resumed = device.run_on_main(accelerator, lambda: origin.find_progress(settings, run_dir, provenance, total_steps))
     if resumed == "complete":
@@ -316,7 +318,17 @@ def put_adapter_on(base, settings: TrainConfig):
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         base.enable_input_require_grads()
     if settings.adapter_name_or_path:
-        return modeling.load_adapter(base, settings.adapter_name_or_path, trainable=True)
+        model = modeling.load_adapter(base, settings.adapter_name_or_path, trainable=True)
+        loaded = model.peft_config["default"]
+        shape = {"lora_r": loaded.r, "lora_alpha": loaded.lora_alpha, "target_modules": sorted(loaded.target_modules)}
+        asked = {**asdict(settings), "target_modules": sorted(settings.target_modules)}
+        differs = [f"{name} {shape[name]}" for name in shape if shape[name] != asked[name]]
+        if differs:
+            raise UserError(
+                f"adapter_name_or_path {settings.adapter_name_or_path} has {', '.join(differs)}, the settings say otherwise; "
+                "set them to the adapter's values"
+            )
+        return model
     return modeling.add_lora(
         base, settings.lora_r, settings.lora_alpha, settings.lora_dropout, settings.target_modules, settings.seed
     )

@@ -198,7 +198,10 @@ def read_manifest(dataset_dir: str | Path) -> dict:
         raise UserError(
             f"{dataset_dir} holds no manifest.json: it is not a data set made by data_prep.py, or not whole"
         )
-    return read_json(path)
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or "dataset_sha256" not in manifest:
+        raise UserError(f"{path} is not a manifest of data_prep.py; make the data set again with --overwrite")
+    return manifest
 
 
 def load_split(dataset_dir: str | Path, name: str):
@@ -211,4 +214,42 @@ def load_split(dataset_dir: str | Path, name: str):
     files = [entry["filename"] for entry in read_json(path / "state.json").get("_data_files", [])]
     if outside := [name for name in files if Path(name).name != name]:
         raise UserError(f"{path / 'state.json'} names files outside its directory: {', '.join(outside)}; do not use it")
-    return datasets.load_from_disk(str(path))
+    try:
+        rows = datasets.load_from_disk(str(path))
+        rows.data.table.validate(full=True)  # offsets and lengths inside the file: one pass over it
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise UserError(
+            f"{path} is damaged ({str(error).splitlines()[0]}); make the data set again with data_prep.py --overwrite"
+        ) from error
+    return rows
+
+
+def check_split(rows, manifest: dict, name: str, dataset_dir: str | Path, vocab_size: int) -> None:
+    """Compares a split with its manifest: rows, tokens, target tokens, token ids that exist, labels that repeat them.
+
+    Raises: UserError when the files are not those that data_prep.py wrote, damaged or from another data set.
+    """
+    from pyarrow import compute
+
+    ids, table = rows.data.column("input_ids"), rows.data
+    tokens = compute.list_flatten(ids)
+    found = {"rows": len(rows), "tokens": len(tokens), "target tokens": sum(table.column("target_tokens").to_pylist())}
+    expected = {
+        "rows": manifest["rows_written"][name],
+        "tokens": manifest["tokens"][name],
+        "target tokens": manifest["target_tokens"][name],
+    }
+    wrong = [f"{found[what]} {what}, manifest {expected[what]}" for what in found if found[what] != expected[what]]
+    labels = compute.list_flatten(table.column("labels"))
+    if len(labels) != len(tokens):
+        wrong.append(f"{len(labels)} labels")
+    elif not compute.all(compute.or_(compute.equal(labels, tokens), compute.equal(labels, -100)), min_count=0).as_py():
+        wrong.append("labels that are neither their token nor -100")
+    bounds = compute.min_max(tokens).as_py()
+    if len(tokens) and not 0 <= bounds["min"] <= bounds["max"] < vocab_size:
+        wrong.append(f"token ids from {bounds['min']} to {bounds['max']}, vocabulary {vocab_size}")
+    if wrong:
+        raise UserError(
+            f"{dataset_dir}/{name} is damaged or belongs to another data set ({'; '.join(wrong)}); make it again with "
+            "data_prep.py --overwrite"
+        )

@@ -171,6 +171,8 @@ def newest(run_dir: Path, warn=print) -> Checkpoint | None:
             warn(f"skipping a damaged checkpoint: {wrong}")
         else:
             return load(path)
+    if directories(run_dir):
+        warn(f"no usable checkpoint is left in {run_dir}: starting again from step 0")
     return None
 
 

@@ -83,6 +83,7 @@ class TrainConfig:
             _require(self, name, lambda value: 0 < value < float("inf"), "above 0")
         for name in ("weight_decay", "max_grad_norm", "loss_chunk_tokens", "seed"):
             _require(self, name, lambda value: 0 <= value < float("inf"), "0 or more")
+        _require(self, "seed", lambda value: value < 1 << 63, "below 2^63")
         for name in ("lora_dropout", "warmup_ratio"):
             _require(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
         if not self.target_modules:

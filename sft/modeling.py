@@ -79,6 +79,11 @@ def _explained_loading(what: str, name_or_path: str):
         )
     try:
         yield
+    except ImportError as error:  # flash attention, mostly
+        raise UserError(
+            f"{what} {name_or_path} needs a package that is not here: {str(error).strip().splitlines()[0]}; install it, or "
+            "use attn_implementation: packed_sdpa"
+        ) from error
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(

@@ -346,12 +346,12 @@ def test_the_command_line_ends_with_status_0_and_2(tiny_tokenizer_dir, tmp_path)
 
 
 def test_an_interrupted_preparation_leaves_nothing(tiny_tokenizer_dir, tmp_path):
-    source = write_jsonl(tmp_path / "qa.jsonl", make_rows(20_000))
+    source = write_jsonl(tmp_path / "qa.jsonl", make_rows(60_000))
     command = [sys.executable, "data_prep.py", "--input", source, "--model_name_or_path", tiny_tokenizer_dir]
     command += ["--output_dir", tmp_path / "out", "--num_proc", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True, **pipes) as process:
-        assert process.stdout.readline().startswith("read 20,000 rows")  # the workers start now
+        assert process.stdout.readline().startswith("read 60,000 rows")  # the workers start now
         os.killpg(process.pid, signal.SIGINT)  # what a terminal sends on Ctrl-C
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1

@@ -225,3 +225,22 @@ def test_a_refused_upload_says_where_and_keeps_the_merged_model(tmp_path, hub, m
         export.upload(tmp_path, "me/merged", private=True)
     assert "hf_secret" not in str(caught.value)
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_overwrite_replaces_merged_models_only(monkeypatch, tmp_path, run_dir, tiny_model_dir):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    for target, words in (
+        (foreign, "holds no merged model"),
+        (foreign / "thesis.tex", "holds no merged model"),
+        (run_dir, "holds no merged model"),
+        (run_dir.parent, "holds no merged model"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call_export(monkeypatch, "--run_dir", run_dir, "--output_dir", target, "--overwrite")
+    (run_dir / "export.json").write_text("{}")
+    with pytest.raises(UserError, match="is or holds"):
+        call_export(monkeypatch, "--run_dir", run_dir, "--output_dir", run_dir, "--overwrite")
+    (run_dir / "export.json").unlink()
+    assert (foreign / "thesis.tex").read_text() == "years of work" and (run_dir / "adapter_model.safetensors").is_file()

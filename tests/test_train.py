@@ -228,3 +228,41 @@ def test_training_goes_on_from_an_adapter(tmp_path, tiny_run_dir, tiny_model_dir
     )
     before = json.loads((tiny_run_dir / "summary.json").read_text())["eval_loss"]
     assert numbers(run_dir)[0]["eval_loss"] == pytest.approx(before, rel=1e-6)
+
+
+def test_a_damaged_or_exchanged_data_set_is_refused(tmp_path, tiny_model_dir, dataset_dir):
+    import shutil
+
+    common = [
+        "train.py",
+        "--model_name_or_path",
+        tiny_model_dir,
+        "--report_to",
+        "none",
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    exchanged, damaged = tmp_path / "exchanged", tmp_path / "damaged"
+    for copy in (exchanged, damaged):
+        shutil.copytree(dataset_dir, copy)
+    shutil.rmtree(exchanged / "train")
+    shutil.copytree(dataset_dir / "eval", exchanged / "train")
+    refuse(run_script(*common, "--dataset_dir", exchanged), "19 rows, manifest 361", "data_prep.py --overwrite")
+    (file,) = (damaged / "train").glob("*.arrow")
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 4000] = b"\xff" * 4000
+    file.write_bytes(content)
+    refuse(run_script(*common, "--dataset_dir", damaged), "damaged", "data_prep.py --overwrite")
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_that_contradict_the_adapter_to_start_from_are_refused(
+    tmp_path, tiny_run_dir, tiny_model_dir, dataset_dir
+):
+    words = ["--model_name_or_path", tiny_model_dir, "--dataset_dir", dataset_dir, "--output_dir", tmp_path / "out"]
+    result = run_script(
+        "train.py", *words, "--adapter_name_or_path", tiny_run_dir, "--lora_r", 4, "--report_to", "none"
+    )
+    refuse(result, "has lora_r 8, the settings say otherwise")
+    assert not (tmp_path / "out").exists()

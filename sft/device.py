@@ -234,6 +234,17 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def store_has(store, key: str) -> bool:
+    """Whether a store of torch.distributed holds that key."""
+    if torch_version() >= (2, 6):
+        return store.check([key])
+    try:  # torch 2.1 does not hand `check` to Python
+        store.wait([key], timedelta(milliseconds=10))
+    except RuntimeError:
+        return False
+    return True
+
+
 def any_card() -> bool:
     """Whether an NPU or a CUDA card can be used by this process."""
     import torch

@@ -97,8 +97,8 @@ def estimate(config, plan: Plan) -> dict[str, int]:
         raise UserError(
             f"{config.model_type} is not a dense model of Llama's shape; the estimate does not count its layers"
         )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):  # eager: the default of transformers 4.55 wants torch 2.1.1
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     size, hidden, vocabulary = plan.dtype.itemsize, config.hidden_size, config.vocab_size
     weights = sum(p.numel() for p in model.parameters())
     adapter = sum(

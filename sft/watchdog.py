@@ -21,6 +21,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from sft.device import store_has
+
 BEAT_S = 5.0
 SILENT_S = 30.0  # a rank unheard of for so long, while another waits for it, has died with its server: all end in 60 s
 PATIENT = ("saving", "finishing")  # the main process writes, perhaps without letting its own thread run
@@ -152,7 +154,7 @@ class Watchdog:
     def _listen(self) -> None:
         for rank in range(self.world_size):
             key = f"watchdog/{rank}"
-            words = self.store.get(key).decode() if self.store.check([key]) else "0|0|starting"
+            words = self.store.get(key).decode() if store_has(self.store, key) else "0|0|starting"
             before, silent_s = self.heard.get(rank, (None, 0.0))
             self.heard[rank] = (words, silent_s + self.beat_s if words == before else 0.0)
 

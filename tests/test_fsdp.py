@@ -11,7 +11,9 @@ from tests import tiny
 from tests.conftest import ROOT, adapter, assert_same_numbers, launch, losses, must, numbers, run_script, train
 
 STEPS = ["--max_steps", "8", "--save_steps", "4", "--learning_rate", "1e-2"]
-pytestmark = pytest.mark.skipif(device.torch_version() < (2, 6), reason="FSDP2 needs torch 2.6 (test_stacks.py: refused)")
+pytestmark = pytest.mark.skipif(
+    device.torch_version() < (2, 6), reason="FSDP2 needs torch 2.6 (test_stacks.py: refused)"
+)
 
 
 def launch_environment(config: str, *flags: str) -> dict[str, str]:

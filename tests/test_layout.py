@@ -6,10 +6,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = [  # a module imports only from levels before its own
-    {"errors", "prerequisites", "wheelhouse", "machine", "loss", "holdout", "phrases", "card", "watchdog"},
+    {"errors", "prerequisites", "wheelhouse", "machine", "loss", "holdout", "phrases", "card"},
     {"config", "artifacts", "records", "metrics", "failures", "encoding", "batching"},
     {"device", "journal", "embedded", "diagnosis", "memory", "plots"},
-    {"modeling", "collectives"},
+    {"modeling", "collectives", "watchdog"},
     {"evaluation", "checkpoint", "weights", "report"},
     {"origin"},
 ]

@@ -27,6 +27,8 @@ PHRASES = {
     "unfinished": ("**Note**: the training run has not finished.", "**注意**：训练尚未完成。"),
     # the conclusion in words
     "helped": ("Yes, as far as {rows} rows can show.", "有效果（依据 {rows} 条数据）。"),
+    "too_few": ("{rows} rows are too few to tell whether it helped.", "只有 {rows} 条数据，无法判断是否有效。"),
+    "too few rows": ("too few rows", "数据太少"),
     "hurt": ("No: it made things worse, as far as {rows} rows can show.", "没有，反而变差（依据 {rows} 条数据）。"),
     "mixed": (
         "Partly: some things became better and some worse, as far as {rows} rows can show.",

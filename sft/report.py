@@ -16,6 +16,7 @@ from sft.plots import plot_differences, plot_length_loss, plot_loss
 REPORTS = {"en": "report.md", "zh-CN": "report.zh-CN.md"}
 TEXTS = ("id", "question", "reference", "base", "adapter")  # of a row of predictions.jsonl
 EXAMPLES = 3  # best and worst rows shown, each
+FEWEST_ROWS = 5  # below this no verdict is given
 CELL_CHARACTERS = 400  # of a text in a table of examples
 
 
@@ -106,7 +107,8 @@ def build_report(
     base_rows = [row["base_scores"] for row in predictions]
     adapter_rows = [row["adapter_scores"] for row in predictions]
     difference = compare(base_rows, adapter_rows, seed)
-    verdicts = {name: judge(name, values["ci95"]) for name, values in difference.items()}
+    enough = len(predictions) >= FEWEST_ROWS  # the bootstrap of a handful of rows only repeats them
+    verdicts = {name: judge(name, values["ci95"]) if enough else "too few rows" for name, values in difference.items()}
     found = {
         "adapter_changes_nothing": all(
             row["base"] == row["adapter"] and row["base_nll"] == row["adapter_nll"] for row in predictions
@@ -120,7 +122,7 @@ def build_report(
     return {
         "simulated": bool(simulated or run.environment.get("simulated")),
         "rows": len(predictions),
-        "conclusion": _conclude(verdicts),
+        "conclusion": _conclude(verdicts) if enough else "too_few",
         "warnings": [name for name, present in found.items() if present],
         "base": aggregate(base_rows),
         "adapter": aggregate(adapter_rows),

@@ -375,3 +375,10 @@ def test_two_runs_are_compared_on_the_rows_that_both_evaluated(run, predictions,
     assert compare_runs(first, first)["loss"] == {"mean": 0.0, "ci95": [0.0, 0.0]}
     with pytest.raises(UserError, match=r"holds no eval/predictions\.jsonl; run eval\.py --run_dir"):
         compare_runs(first, run)
+
+
+def test_a_handful_of_rows_gets_no_verdict(run, predictions):
+    report = build_report(run, predictions[:3], MANIFEST)
+    assert report["conclusion"] == "too_few" and set(report["verdicts"].values()) == {"too few rows"}
+    assert "3 rows are too few" in render_words(report) and "too few rows" in render_table(report)
+    assert "数据太少" in render_table(report, "zh-CN")

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.torture import torture
@@ -160,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_optimizer(
     warm, arguments, tiny_model_dir, dataset_dir, tmp_path
 ):
     rows = artifacts.load_split(dataset_dir, "train")
-    plan = batching.BatchPlan(rows["length"], rows["target_tokens"], 42, 1, 2, 2)
+    plan = batching.BatchPlan(np.asarray(rows["length"]), np.asarray(rows["target_tokens"]), 42, 1, 2, 2)
     ids = [set(row[:-1]) for row in rows["input_ids"]]
     seen = set().union(*(ids[row] for step in range(6) for row in plan.rows(step)))
     step, row, token = next(

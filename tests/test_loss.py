@@ -97,5 +97,5 @@ def test_memory_of_the_loss_is_bounded_by_the_chunk_at_a_vocabulary_of_152064():
     assert result.returncode == 0, result.stderr
     chunked, whole = map(int, result.stdout.split())  # growth of the peak, one after the other
     chunk, all_logits = 32 * QWEN2_VOCABULARY * 4, 512 * QWEN2_VOCABULARY * 4
-    assert chunked < 4 * chunk  # one buffer; glibc's heap was seen to keep up to three
+    assert chunked < 6 * chunk  # one buffer; glibc's heap was seen to keep up to four; all logits are sixteen chunks
     assert whole > 0.9 * (all_logits - chunk)  # without chunks; the measurement sees it

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from sft import artifacts, batching, checkpoint, config, evaluation, modeling, origin, weights
@@ -347,8 +348,7 @@ def fit_micro_batch(plan: batching.BatchPlan, model, train_rows, accelerator) ->
         )
     while True:
         longest = np.argsort(-plan.lengths, kind="stable")[: plan.per_device_train_batch_size]
-        batch = batching.collate([train_rows[int(row)] for row in longest])
-        batch = {key: value.to(accelerator.device) if torch.is_tensor(value) else value for key, value in batch.items()}
+        batch = send_to_device(batching.collate([train_rows[int(row)] for row in longest]), accelerator.device)
         failed = torch.zeros(1, device=accelerator.device)
         try:
             with accelerator.no_sync(model):

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import psutil
 
+from sft import machine
 from sft.artifacts import library_versions
 from sft.errors import UserError
 
@@ -316,7 +317,7 @@ def is_sharded(accelerator) -> bool:
 def is_simulated(device) -> bool:
     """Whether CANN here is the test suite's simulation, which marks its home directory. Never a run on hardware."""
     home = os.environ.get("ASCEND_HOME_PATH")
-    return device.type == "npu" and bool(home) and (Path(home) / "SIMULATED").exists()
+    return device.type == "npu" and bool(home) and machine.is_simulated(Path(home))
 
 
 def describe(accelerator) -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 
 from sft import modeling
 from sft.artifacts import explained_writing, read_json
@@ -33,10 +33,7 @@ def row_nll(model: torch.nn.Module, dataset, accelerator, tokens_per_batch: int,
     with torch.no_grad():
         for index in range(max(len(rank_batches) for rank_batches in batches)):  # as many forwards on each rank
             rows = mine[index] if index < len(mine) else []
-            batch = collate([dataset[row] for row in rows])
-            batch = {
-                key: value.to(accelerator.device) if torch.is_tensor(value) else value for key, value in batch.items()
-            }
+            batch = send_to_device(collate([dataset[row] for row in rows]), accelerator.device)
             nll = model(**batch).float().cpu()
             owner = np.repeat(np.arange(len(rows)), [int(dataset[row]["target_tokens"]) for row in rows])
             for position, row in enumerate(rows):

@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
 
     device.run_on_main(accelerator, write_down)
     partial.remove()
-    accelerator.end_training()
+    device.end(accelerator)
 
 
 def open_run(settings: EvalConfig) -> report.Run:

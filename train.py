@@ -42,7 +42,12 @@ def main() -> None:
     check_trackers(settings.report_to)
     run_dir = Path(settings.output_dir)
     accelerator = device.start(settings.ddp_timeout, tuple(settings.report_to), str(run_dir / "tensorboard"))
+    fine_tune(settings, manifest, run_dir, accelerator)
+    device.end(accelerator)
 
+
+def fine_tune(settings: TrainConfig, manifest: dict, run_dir: Path, accelerator) -> None:
+    """One run from its data set to its results, or the rest of it."""
     # Which rows make up each step, and how this many cards share them.
     train_rows = artifacts.load_split(settings.dataset_dir, "train")
     eval_rows = artifacts.load_split(settings.dataset_dir, "eval")
@@ -66,7 +71,6 @@ def main() -> None:
         accelerator.print(
             f"{run_dir} is complete at step {total_steps}: nothing to do (overwrite_output_dir starts anew)."
         )
-        accelerator.end_training()
         return
 
     # The frozen base with its adapter. Accelerate wraps model and optimizer for the ranks and deals out the batches.

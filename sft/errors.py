@@ -1,5 +1,6 @@
 """Errors that are meant for people, and how a script ends with one."""
 
+import gc
 import os
 import sys
 import time
@@ -25,6 +26,14 @@ class RunFailed(RuntimeError):
 
 def run(main: Callable[[], None], interrupted: str = "interrupted") -> None:
     """Calls `main`; a `UserError`, `RunFailed` or Ctrl-C becomes a message on stderr, without a traceback."""
+    status = _outcome(main, interrupted)
+    gc.collect()  # what a failed run held goes before its process group does: see `device.end`
+    if status:
+        sys.exit(status)
+
+
+def _outcome(main: Callable[[], None], interrupted: str) -> int | str:
+    """What to give to sys.exit after `main`: 0 when it came to its end."""
     # Libraries announce renamed arguments to their callers' authors; the versions are pinned, users can do nothing.
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
@@ -34,9 +43,9 @@ def run(main: Callable[[], None], interrupted: str = "interrupted") -> None:
         if rank and not (isinstance(error, RunFailed) and error.here_only):
             time.sleep(5)  # rank 0 says the same; speak only if that has not ended the job by then
         print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:  # in training it is a request to stop, which sft/watchdog.py serves
-        sys.exit(interrupted)
+        return interrupted
     except Exception:
         # Mostly the echo of another rank's end, a closed connection: that rank has the word, and the launcher ends
         # this one meanwhile. If it does not, this is the cause.
@@ -47,4 +56,5 @@ def run(main: Callable[[], None], interrupted: str = "interrupted") -> None:
             "error: this was not expected; save the output: `python doctor.py --explain FILE` knows many such failures",
             file=sys.stderr,
         )
-        sys.exit(1)
+        return 1
+    return 0

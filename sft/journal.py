@@ -91,7 +91,6 @@ class Journal:
             print(f"step {step}/{self.total_steps}: {text}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Ends the progress line and the trackers."""
+        """Ends the progress line."""
         if self.is_main:
             self.bar.close()
-        self.accelerator.end_training()

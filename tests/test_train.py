@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.conftest import adapter, assert_same_numbers, losses, must, numbers, run_script, train
+from tests.conftest import adapter, assert_same_numbers, launch, losses, must, numbers, run_script, train
 
 HIDDEN = {"HF_HUB_OFFLINE": "1"}
 
@@ -266,3 +266,14 @@ def test_settings_that_contradict_the_adapter_to_start_from_are_refused(
     )
     refuse(result, "has lora_r 8, the settings say otherwise")
     assert not (tmp_path / "out").exists()
+
+
+def test_no_ddp_model_is_left_when_the_process_group_ends(tmp_path, tiny_model_dir, dataset_dir):
+    """Else its reducer may wait for the group's thread for ever: the run is done, and does not end."""
+    result = must(
+        launch("cpu_2", "-m", "tests.programs.who_holds_the_group", "--model_name_or_path", tiny_model_dir,
+               "--dataset_dir", dataset_dir, "--output_dir", tmp_path / "run", "--global_batch_size", 4, "--max_steps", 1,
+               "--report_to", "none")
+    )  # fmt: skip
+    told = sorted(line for line in result.stdout.splitlines() if "hold the group" in line)
+    assert told == [f"rank {rank}: 0 DDP models hold the group" for rank in (0, 1)]

@@ -66,6 +66,7 @@ def fine_tune(settings: TrainConfig, manifest: dict, run_dir: Path, accelerator)
     for name, rows in (("train", train_rows), ("eval", eval_rows)):
         artifacts.check_split(rows, manifest, name, settings.dataset_dir, len(tokenizer))
     provenance = origin.describe(settings, manifest, tokenizer, plan, total_steps, dtype)
+    origin.check_ranks_alike(accelerator, settings, provenance)
     resumed = device.run_on_main(accelerator, lambda: origin.find_progress(settings, run_dir, provenance, total_steps))
     if resumed == "complete":
         accelerator.print(

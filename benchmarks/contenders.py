@@ -222,7 +222,8 @@ def plain(job: JobConfig) -> None:
         optimizer.zero_grad()
         mean = accelerator.gather(torch.tensor(losses)).mean()
         line.done(loss=float(mean))
-    accelerator.end_training()
+    del model, optimizer
+    device.end(accelerator)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from sft.errors import UserError
 
 # Letters of several scripts, composed and not, digits, blanks, line ends, signs: where tokenizers go different ways.
 PROBE = "It's HE'LL x=12345.678 １２ e\u0301é ﬁ  \t\n\n\r\n 中文，日本語 한국 Привет עברית 🙂👩\u200d💻 <b>&amp;</b> --->\u00a0a_b\u3000end "
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file
 PACKAGES = ("torch", "torch_npu", "accelerate", "transformers", "peft", "datasets", "evaluate", "tokenizers")
 
 
@@ -64,18 +65,28 @@ def template_sha256(tokenizer) -> str:
 
 
 def model_sha256(directory_or_name: str) -> str | None:
-    """Hash over the names and sizes of a local model's weight files and its config.json; None for a hub name.
+    """Hash over a local model's config.json and its weight files: names, sizes and samples; None for a hub name.
 
-    Weights are not read: for a 7 B model that would take longer than loading it. The config and the exact byte
-    sizes tell apart any two models that differ in shape, dtype or sharding.
+    SAMPLES pieces of 4 KiB, evenly spread from the first to the last byte, stand for a file: reading all of a 7 B model
+    would take longer than loading it, and a model that was trained further differs almost everywhere.
     """
     directory = Path(directory_or_name)
     if not directory.is_dir():
         return None
     weights = sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".gguf"))
     config = directory / "config.json"
-    parts = [[p.name, p.stat().st_size] for p in weights]
+    parts = [[p.name, p.stat().st_size, _sample_sha256(p)] for p in weights]
     return sha256_json([parts, sha256_file(config) if config.is_file() else None])
+
+
+def _sample_sha256(path: Path) -> str:
+    last = max(0, path.stat().st_size - SAMPLE_BYTES)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(last * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def library_versions() -> dict[str, str]:

@@ -164,7 +164,9 @@ def start(
     use_cpu = promise.kind == "cpu" if promise else not any_card()
     if not use_cpu and promise and not any_card():
         check_launch(promise, "cpu", int(os.environ.get("WORLD_SIZE", "1")))
-    if use_cpu and torch_version() < (2, 2):  # has no torch.cpu.set_device, which Accelerate would call
+    if use_cpu:
+        # Not Accelerate's own cpu:N, to which `.to` copies a model whose pages the ranks would else share; and torch 2.1
+        # has no torch.cpu.set_device, which Accelerate would call (accelerate 1.15, state.py).
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=ddp_timeout))
     check_launch(promise, state.device.type, state.num_processes)

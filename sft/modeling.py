@@ -261,6 +261,10 @@ class TargetLoss(torch.nn.Module):
         self.chunk_tokens = chunk_tokens
         causal = model.get_base_model() if isinstance(model, PeftModel) else model
         self._no_split_modules = causal._no_split_modules  # tells FSDP which modules are the layers
+        # Keeps DDP from sending the frozen weights from rank 0 to all, for which it copies them: every rank has read them,
+        # and on the CPU the ranks of a server share the file's pages (torch, nn/parallel/distributed.py).
+        named = [*self.named_parameters(), *self.named_buffers()]
+        self._ddp_params_and_buffers_to_ignore = [name for name, tensor in named if not tensor.requires_grad]
 
     def forward(
         self,

@@ -1,9 +1,12 @@
 """What a run is made from, and whether its directory may be begun, continued or replaced."""
 
 import shutil
+import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
+
+from accelerate.utils import gather_object
 
 from sft import artifacts, checkpoint
 from sft.config import TrainConfig
@@ -55,6 +58,28 @@ def describe(settings, manifest, tokenizer, plan, total_steps: int, dtype) -> di
             )
         },
     }  # fmt: skip
+
+
+def check_ranks_alike(accelerator, settings: TrainConfig, provenance: dict) -> None:
+    """Refuses servers that would train on different files or with different settings. One object collective.
+
+    Nothing else would tell: each rank reads rows and base weights from its own server's disk, and DDP sends only the
+    adapter from rank 0. Raises: UserError on every rank, naming what differs and where.
+    """
+    mine = {**asdict(settings), **provenance}
+    if mine["model_sha256"]:  # the same files may lie elsewhere
+        del mine["model_name_or_path"]
+    for name in ("dataset_dir", "output_dir", "resume_from_checkpoint"):
+        del mine[name]
+    ranks = gather_object([(socket.gethostname(), mine)]) if accelerator.num_processes > 1 else []
+    for rank, (host, other) in enumerate(ranks):
+        first_host, first = ranks[0]
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise UserError(
+                    f"{name} is {first.get(name)} on rank 0 ({first_host}) but {other.get(name)} on rank {rank} ({host}); "
+                    "every server needs the same data set, base model and settings"
+                )
 
 
 def find_progress(settings: TrainConfig, run_dir: Path, provenance: dict, total_steps: int):

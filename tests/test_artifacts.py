@@ -75,10 +75,24 @@ def test_tokenizer_and_template_hashes_tell_changes_apart(tiny_tokenizer_dir):
 
 
 def test_model_hash_follows_config_and_weights_but_not_the_place(tmp_path):
-    for name, size in (("one", 8), ("two", 8), ("three", 9)):
+    contents = {"one": b"0" * 9000, "same": b"0" * 9000, "longer": b"0" * 9001, "trained": b"0" * 8999 + b"1"}
+    for name, content in contents.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "model.safetensors").write_bytes(b"0" * size)
-    one, two, three = (artifacts.model_sha256(str(tmp_path / name)) for name in ("one", "two", "three"))
-    assert one == two != three
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    one, same, longer, trained = (artifacts.model_sha256(str(tmp_path / name)) for name in contents)
+    assert one == same and len({one, longer, trained}) == 3
     assert artifacts.model_sha256("owner/name") is None
+
+
+def test_model_hash_samples_all_of_a_long_file(tmp_path):
+    """A change of one part in fifty, wherever it is, changes the hash."""
+    size = 3_000_000
+    (tmp_path / "model.safetensors").write_bytes(bytes(size))
+    hashes = {artifacts.model_sha256(str(tmp_path))}
+    for start in range(0, size - size // 50, size // 5):
+        changed = bytearray(size)
+        changed[start : start + size // 50] = b"1" * (size // 50)
+        (tmp_path / "model.safetensors").write_bytes(changed)
+        hashes.add(artifacts.model_sha256(str(tmp_path)))
+    assert len(hashes) == 6

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, assert_same_numbers, losses
+from tests.conftest import ROOT, assert_same_numbers, losses, make_rows, must, run_script, write_jsonl
 
 
 class Server:
@@ -133,6 +134,30 @@ def test_two_servers_without_a_shared_disk_give_the_numbers_of_one(
     assert "Done: " in logs[0].read_text() and "Done: " not in logs[1].read_text()
     if servers[1].namespace:
         assert Path(f"{logs[1]}.files").read_text().split() == []  # only the first server writes
+
+
+def test_servers_with_different_data_sets_are_refused(tmp_path, servers, tiny_model_dir, dataset_dir):
+    """Each reads its own disk, so that nothing else would notice."""
+    other = tmp_path / "dataset-other"
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_rows(380, seed=8))
+    must(run_script("data_prep.py", "--input", rows, "--model_name_or_path", tiny_model_dir, "--output_dir", other))
+    logs = [tmp_path / f"server-{rank}.log" for rank in (0, 1)]
+    started = [
+        server.launch(
+            None, 29_619, *arguments(tiny_model_dir, dataset, tmp_path / "run"), main_ip=servers[0].address, log=log
+        )
+        for server, dataset, log in zip(servers, (dataset_dir, other), logs)
+    ]
+    try:
+        assert [process.wait(240) for process in started] == [1, 1]
+    finally:
+        for process in started:
+            kill(process)
+    assert re.search(
+        r"error: dataset_sha256 is \w{64} on rank 0 \(.+\) but \w{64} on rank 1 \(.+\); every server needs the same",
+        logs[0].read_text(),
+    ), logs[0].read_text()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

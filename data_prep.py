@@ -35,7 +35,6 @@ from sft.config import option, parse
 from sft.encoding import IGNORED, encode_dialogues, encode_prompt
 from sft.errors import UserError, run
 from sft.holdout import BANDS, choose_held_out, find_near, question_hash, sketch
-from sft.modeling import load_tokenizer
 from sft.records import (
     SCHEMAS,
     RowError,
@@ -46,6 +45,7 @@ from sft.records import (
     read_dialogue,
     read_rows,
 )
+from sft.tokenizer import load_tokenizer
 
 BATCH = 1000  # rows that are in memory at once, in each worker
 PART = 200_000  # rows that are mapped into memory at once while they are encoded

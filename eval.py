@@ -28,6 +28,7 @@ from sft import artifacts, checkpoint, evaluation, metrics, modeling, report
 from sft.batching import deal_by_tokens
 from sft.config import option, parse
 from sft.errors import RunFailed, UserError
+from sft.tokenizer import load_tokenizer
 
 SIDES = ("base", "adapter")
 METRIC = Path(__file__).resolve().parent / "metrics" / "qa_generation"
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     output_dir = open_output(settings)
     model_name = settings.model_name_or_path or run.config["model_name_or_path"]
     trust_remote_code = run.config["trust_remote_code"]
-    tokenizer = modeling.load_tokenizer(model_name, trust_remote_code)
+    tokenizer = load_tokenizer(model_name, trust_remote_code)
     manifest, rows = open_rows(settings, run, tokenizer)
     accelerator = device.start(settings.ddp_timeout)
 

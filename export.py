@@ -30,6 +30,7 @@ from sft.card import merged_card
 from sft.config import option
 from sft.encoding import encode_prompt
 from sft.errors import RunFailed, UserError
+from sft.tokenizer import load_tokenizer
 from sft.weights import weights_directory
 
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -93,7 +94,7 @@ def main() -> None:
             f"{base_name} is not the model that {adapter_dir} was trained on (model_sha256 {recorded[:12]}… and "
             f"{found[:12]}…); give the right one with --model_name_or_path"
         )
-    tokenizer = modeling.load_tokenizer(base_name, settings.trust_remote_code)
+    tokenizer = load_tokenizer(base_name, settings.trust_remote_code)
 
     with artifacts.new_directory(output_dir, replace=settings.overwrite) as directory:
         dtype = write_weights(base_dir, directory, deltas, scaling(lora), settings.dtype, settings.max_shard_size_bytes)

@@ -33,6 +33,7 @@ from sft.card import model_card
 from sft.config import TrainConfig
 from sft.errors import RunFailed, UserError
 from sft.journal import Journal, check_trackers, read_metrics
+from sft.tokenizer import load_tokenizer
 from sft.watchdog import Watchdog
 
 
@@ -61,7 +62,7 @@ def fine_tune(settings: TrainConfig, manifest: dict, run_dir: Path, accelerator)
     )
 
     # What the run is made from decides whether an earlier run in the same directory may be continued.
-    tokenizer = modeling.load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
+    tokenizer = load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
     dtype = device.base_dtype(settings.dtype, accelerator.device)
     for name, rows in (("train", train_rows), ("eval", eval_rows)):
         artifacts.check_split(rows, manifest, name, settings.dataset_dir, len(tokenizer))

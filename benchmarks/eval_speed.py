@@ -25,6 +25,7 @@ from sft import artifacts, device, errors, evaluation, modeling  # noqa: E402
 from sft.batching import deal_by_tokens  # noqa: E402
 from sft.config import option, parse  # noqa: E402
 from sft.encoding import encode_prompt  # noqa: E402
+from sft.tokenizer import load_tokenizer  # noqa: E402
 
 
 @dataclass
@@ -45,7 +46,7 @@ class SpeedConfig:
 def main() -> None:
     settings = parse(SpeedConfig, description=__doc__)
     accelerator = device.start()
-    tokenizer = modeling.load_tokenizer(settings.model_name_or_path)
+    tokenizer = load_tokenizer(settings.model_name_or_path)
     base = modeling.load_base(
         settings.model_name_or_path, device.base_dtype("auto", accelerator.device), accelerator.device
     )

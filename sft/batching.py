@@ -137,9 +137,6 @@ class StepSampler:
     first: int
     last: int
 
-    def __len__(self) -> int:
-        return sum(len(self.plan.layout(step)) for step in range(self.first, self.last)) * self.plan.world_size
-
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first, self.last):
             for micro_batch in self.plan.layout(step):

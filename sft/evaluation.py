@@ -13,6 +13,7 @@ from sft import modeling
 from sft.artifacts import explained_writing, read_json
 from sft.batching import collate, deal_by_tokens
 from sft.encoding import IGNORED, encode_dialogue, encode_prompt
+from sft.tokenizer import load_tokenizer
 
 
 def row_nll(model: torch.nn.Module, dataset, accelerator, tokens_per_batch: int, progress=None) -> np.ndarray:
@@ -175,7 +176,7 @@ def ask(run_dir: str | Path, question: str, max_new_tokens: int = 200, base_only
     Loads the model each time, in fp32 on the CPU; eval.py is for many questions.
     """
     name = read_json(Path(run_dir) / "config.json")["model_name_or_path"]
-    tokenizer = modeling.load_tokenizer(name)
+    tokenizer = load_tokenizer(name)
     model = modeling.load_base(name, torch.float32, attn_implementation=modeling.generation_attention())
     stop_ids = stop_token_ids(tokenizer, model.generation_config)
     if not base_only:

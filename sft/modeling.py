@@ -1,10 +1,8 @@
-"""The model: tokenizer, frozen base, LoRA adapter, attention over packed rows, and its loss as one module."""
+"""The model: frozen base, LoRA adapter, attention over packed rows, and its loss as one module."""
 
-import contextlib
 import copy
 import json
 import math
-import os
 from pathlib import Path
 
 import torch
@@ -24,30 +22,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sft.device import flash_ignores_windows
 from sft.errors import UserError
 from sft.loss import chunked_token_nll, token_nll
+from sft.tokenizer import BEFORE_5, explained_loading
 
 # Models whose logits are exactly `lm_head(last hidden state)`, so that they may be computed in chunks. Others scale or
 # cap them (Gemma, Cohere, Granite …) and go through their own forward.
 PLAIN_HEAD = {"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "smollm3", "olmo2", "internlm2"}
 DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
-BEFORE_5 = Version(transformers.__version__) < Version("5")  # with torch 2.1: 4.55 (requirements-torch21.txt)
-
-
-def load_tokenizer(name_or_path: str, trust_remote_code: bool = False):
-    """The model's tokenizer. Raises: UserError when it cannot be found."""
-    with _explained_loading("model_name_or_path", name_or_path):
-        settings = get_tokenizer_config(name_or_path) if BEFORE_5 else {}
-        if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 5 wrote it; its 4 has no such class
-            extra = settings.get("extra_special_tokens", [])
-            return PreTrainedTokenizerFast.from_pretrained(
-                name_or_path, extra_special_tokens={}, additional_special_tokens=extra
-            )
-        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
 
 
 def load_config(name_or_path: str, trust_remote_code: bool = False):
@@ -55,7 +40,7 @@ def load_config(name_or_path: str, trust_remote_code: bool = False):
 
     Raises: UserError when it cannot be found, or when transformers 4 would leave something out silently.
     """
-    with _explained_loading("model_name_or_path", name_or_path):
+    with explained_loading("model_name_or_path", name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     rope = dict(getattr(config, "rope_parameters", None) or {}) if BEFORE_5 else {}
     if rope:
@@ -68,28 +53,6 @@ def load_config(name_or_path: str, trust_remote_code: bool = False):
         config.partial_rotary_factor = rope.pop("partial_rotary_factor", 1.0)
         config.rope_scaling = None if rope["rope_type"] == "default" else rope
     return config
-
-
-@contextlib.contextmanager
-def _explained_loading(what: str, name_or_path: str):
-    looks_local = os.path.isabs(name_or_path) or name_or_path.startswith(".") or name_or_path.count("/") != 1
-    if looks_local and not Path(name_or_path).is_dir():
-        raise UserError(
-            f"{what} {name_or_path} is not a directory; give a local model directory or a hub name (owner/name)"
-        )
-    try:
-        yield
-    except ImportError as error:  # flash attention, mostly
-        raise UserError(
-            f"{what} {name_or_path} needs a package that is not here: {str(error).strip().splitlines()[0]}; install it, or "
-            "use attn_implementation: packed_sdpa"
-        ) from error
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{what} {name_or_path} could not be loaded: {first_line} — check the name; without a network give a local "
-            "directory (HF_ENDPOINT selects a mirror, HF_HUB_OFFLINE=1 uses the local cache only)"
-        ) from error
 
 
 def load_base(
@@ -108,7 +71,7 @@ def load_base(
     register_packed_sdpa()
     config = load_config(name_or_path, trust_remote_code)
     check_attention(config, attn_implementation)
-    with _explained_loading("model_name_or_path", name_or_path):
+    with explained_loading("model_name_or_path", name_or_path):
         arguments = {
             "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code, DTYPE_ARGUMENT: dtype
         }  # fmt: skip
@@ -226,14 +189,14 @@ def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = Fal
 
     Raises: UserError when it is missing, when it was pickled, or when its tensors do not fit this base.
     """
-    with _explained_loading("adapter", name_or_path):
+    with explained_loading("adapter", name_or_path):
         config = PeftConfig.from_pretrained(name_or_path)
     if Path(name_or_path).is_dir() and not (Path(name_or_path) / "adapter_model.safetensors").is_file():
         raise UserError(
             f"adapter {name_or_path} has no adapter_model.safetensors; pickled adapters (.bin) are not loaded, as "
             "unpickling runs code: convert it with PEFT's save_pretrained on a machine you trust"
         )
-    with _explained_loading("adapter", name_or_path):
+    with explained_loading("adapter", name_or_path):
         try:
             model = PeftModel.from_pretrained(
                 base, name_or_path, is_trainable=trainable, config=config, use_safetensors=True

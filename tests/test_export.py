@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import export
 from sft import artifacts, config, modeling
 from sft.errors import RunFailed, UserError
+from sft.tokenizer import load_tokenizer
 from tests.conftest import must, run_script
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -126,8 +127,8 @@ def test_merged_model_equals_base_plus_adapter_in_three_dtypes(run_dir, tiny_mod
         merged = logits(modeling.load_base(str(directory), torch.float32))
         torch.testing.assert_close(merged, adapted, atol=tolerance, rtol=0)
         assert (merged - plain).abs().max() > 1  # the adapter is in it
-        tokenizer = modeling.load_tokenizer(str(directory))
-        assert tokenizer.chat_template == modeling.load_tokenizer(str(tiny_model_dir)).chat_template
+        tokenizer = load_tokenizer(str(directory))
+        assert tokenizer.chat_template == load_tokenizer(str(tiny_model_dir)).chat_template
         generation = json.loads((directory / "generation_config.json").read_text())
         assert generation["eos_token_id"] == [tokenizer.eos_token_id]
         origin = json.loads((directory / "export.json").read_text())

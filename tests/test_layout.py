@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = [  # a module imports only from levels before its own
     {"errors", "prerequisites", "wheelhouse", "machine", "loss", "holdout", "phrases", "card"},
-    {"config", "artifacts", "records", "metrics", "failures", "encoding", "batching"},
+    {"config", "artifacts", "records", "tokenizer", "metrics", "failures", "encoding", "batching"},
     {"device", "journal", "embedded", "diagnosis", "memory", "plots"},
     {"modeling", "collectives", "watchdog"},
     {"evaluation", "checkpoint", "weights", "report"},

@@ -48,9 +48,10 @@ DESCRIBE = """
 import json, sys
 import torch, transformers
 from sft import artifacts, modeling
+from sft.tokenizer import load_tokenizer
 found = {"transformers": transformers.__version__, "torch": torch.__version__}
 for directory in sys.argv[1:]:
-    tokenizer = modeling.load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     model = modeling.load_base(directory, torch.float32)
     with torch.no_grad():
         logits = model(torch.arange(64)[None], segment_lengths=(64,)).logits

@@ -1,0 +1,49 @@
+"""The model's tokenizer, loaded without the libraries that only a model needs."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import transformers
+from packaging.version import Version
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from sft.errors import UserError
+
+BEFORE_5 = Version(transformers.__version__) < Version("5")  # with torch 2.1: 4.55 (requirements-torch21.txt)
+
+
+def load_tokenizer(name_or_path: str, trust_remote_code: bool = False):
+    """The model's tokenizer. Raises: UserError when it cannot be found."""
+    with explained_loading("model_name_or_path", name_or_path):
+        settings = get_tokenizer_config(name_or_path) if BEFORE_5 else {}
+        if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 5 wrote it; its 4 has no such class
+            extra = settings.get("extra_special_tokens", [])
+            return PreTrainedTokenizerFast.from_pretrained(
+                name_or_path, extra_special_tokens={}, additional_special_tokens=extra
+            )
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def explained_loading(what: str, name_or_path: str):
+    """Turns what libraries raise while they load `what` into a sentence. Raises: UserError."""
+    looks_local = os.path.isabs(name_or_path) or name_or_path.startswith(".") or name_or_path.count("/") != 1
+    if looks_local and not Path(name_or_path).is_dir():
+        raise UserError(
+            f"{what} {name_or_path} is not a directory; give a local model directory or a hub name (owner/name)"
+        )
+    try:
+        yield
+    except ImportError as error:  # flash attention, mostly
+        raise UserError(
+            f"{what} {name_or_path} needs a package that is not here: {str(error).strip().splitlines()[0]}; install it, or "
+            "use attn_implementation: packed_sdpa"
+        ) from error
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{what} {name_or_path} could not be loaded: {first_line} — check the name; without a network give a local "
+            "directory (HF_ENDPOINT selects a mirror, HF_HUB_OFFLINE=1 uses the local cache only)"
+        ) from error

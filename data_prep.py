@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ MOST_WORKERS = 8  # unless the user says otherwise; each takes about 0.5 GiB
 ROWS_PER_WORKER = 2000  # below that a second process costs more than it brings
 RECIPE_VERSION = 1  # to be raised when the same files and settings make another data set
 SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
+STOP = threading.Event()  # a signal came: dill, with which datasets hashes functions, may swallow the KeyboardInterrupt
 SHOWN = 10  # rows of one kind that are named on the screen; the manifest names all
 
 COLUMNS = datasets.Features(
@@ -168,6 +170,8 @@ def main(argv: list[str] | None = None) -> None:
             "versions": library_versions(),
             "recipe": recipe,
         }
+        if STOP.is_set():
+            raise KeyboardInterrupt
         write_json(directory / "manifest.json", manifest)
     print_summary(config, manifest, tokenizer)
 
@@ -534,6 +538,8 @@ def print_summary(config: PrepConfig, manifest: dict, tokenizer) -> None:
     wanted = round(config.eval_fraction * sum(rows.values()))
     if rows["eval"] != wanted:
         print(f"held out {rows['eval']} rows instead of {wanted}: rows that ask the same stay together")
+    elif config.eval_fraction and not rows["eval"]:
+        print(f"nothing is held out: --eval_fraction {config.eval_fraction} of {rows['train']} rows is less than one")
     print(f"one epoch: {-(-rows['train'] // 4):,} steps at global batch 4")
     print("the first row as it is trained, targets in [[ ]]:")
     row = load_split(config.output_dir, "train")[0]
@@ -556,6 +562,7 @@ def end_on_signals() -> None:
     def stop(number, frame):
         if os.getpid() != main_process:
             os._exit(1)
+        STOP.set()
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -181,6 +181,18 @@ def _parser(config_type: type, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without keys that stand twice, of which PyYAML takes the last without a word."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises: UserError with line and column when it cannot be read."""
     try:
@@ -190,7 +202,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"config file {path} is not UTF-8 ({error.reason} at byte {error.start})") from None
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:

@@ -150,12 +150,18 @@ def read_plan(settings: TrainConfig, launch: dict, max_length: int | None) -> tu
     precision = str(launch.get("mixed_precision", "no"))
     dtype = settings.dtype if settings.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     sharded = launch.get("distributed_type") == "FSDP" or launch.get("use_fsdp")
+    shards = 1
+    if sharded:
+        sizes = launch.get("parallelism_config") or {}
+        replicas = int(sizes.get("parallelism_config_dp_replicate_size") or 1)
+        shards = int(launch.get("num_processes", 1)) // replicas  # HSDP: each replica is whole
+    recomputes = (launch.get("fsdp_config") or {}).get("fsdp_activation_checkpointing", False)
     tokens = settings.per_device_train_batch_size * max_length
     plan = Plan(
         tokens=tokens, target_tokens=max(1, int(tokens * share)), dtype=getattr(torch, dtype),
-        autocast=precision in ("bf16", "fp16"), checkpointing=settings.gradient_checkpointing,
+        autocast=precision in ("bf16", "fp16"), checkpointing=settings.gradient_checkpointing or bool(sharded and recomputes),
         chunk_tokens=settings.loss_chunk_tokens, lora_r=settings.lora_r, target_modules=tuple(settings.target_modules),
-        shards=int(launch.get("num_processes", 1)) if sharded else 1,
+        shards=shards,
     )  # fmt: skip
     return plan, assumptions
 

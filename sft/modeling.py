@@ -155,13 +155,20 @@ def add_lora(
 ) -> PeftModel:
     """`base` with a new LoRA adapter (Hu et al. 2021): A drawn from `seed` on the CPU, B zero, both fp32.
 
-    Raises: UserError when no layer has one of the names in target_modules.
+    Raises: UserError when no layer has one of the names in target_modules, or when one is the tied head.
     """
     names = {name.rsplit(".", 1)[-1] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
     missing = [name for name in target_modules if name.rsplit(".", 1)[-1] not in names]
     if missing:
         raise UserError(
             f"target_modules: {', '.join(missing)} not in this model; its linear layers are {', '.join(sorted(names))}"
+        )
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = [name for name, module in base.named_modules() if module is head and head.weight is embedding.weight]
+    if set(tied) & set(target_modules):
+        raise UserError(
+            f"target_modules: {tied[0]} shares its weights with the embedding in this model, so that an adapter on it could "
+            "not be merged or served; leave it out"
         )
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules), task_type="CAUSAL_LM", bias="none"

@@ -173,6 +173,8 @@ def _read_csv(file: TextIO, path: str) -> Iterator[tuple[int, dict]]:
     csv.field_size_limit(2**31 - 1)
     head = file.readline()
     delimiter = max(",;\t", key=head.count)
+    if re.fullmatch(r"sep=.\s*", head):  # Excel's own first line
+        head, delimiter = "\n", head[4]
     reader = csv.reader(itertools.chain([head], file), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     line = 0
@@ -190,6 +192,8 @@ def _read_csv(file: TextIO, path: str) -> Iterator[tuple[int, dict]]:
             continue
         if names is None:
             names = [value.strip() for value in values]
+            if twice := [name for name in names if name and names.count(name) > 1]:
+                raise UserError(f"{path}:{line}: the header names `{twice[0]}` twice; rename or delete one column")
         elif len(values) > len(names):
             yield (
                 line,
@@ -212,7 +216,7 @@ def _read_json(file: TextIO, path: str) -> Iterator[tuple[int, Any]]:
             yield from _read_array("\n" * (number - 1) + line + file.read(), path)
             return
         try:
-            value = json.loads(text)
+            value = DECODER.decode(text)
         except RecursionError:
             raise UserError(f"{path}:{number}: the JSON is nested too deeply to be a row; delete that line") from None
         except json.JSONDecodeError as error:
@@ -229,6 +233,17 @@ def _read_json(file: TextIO, path: str) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict | RowError:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # which of the two is meant, nobody knows
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        return RowError(f"the field `{twice}` stands there twice")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
@@ -238,7 +253,6 @@ def _is_json(text: str) -> bool:
 
 
 def _read_array(text: str, path: str) -> Iterator[tuple[int, Any]]:
-    decoder = json.JSONDecoder()
     space = re.compile(r"[ \t\r\n\ufeff]*")
     line, counted = 1, 0
     at = space.match(text, space.match(text).end() + 1).end()
@@ -246,7 +260,7 @@ def _read_array(text: str, path: str) -> Iterator[tuple[int, Any]]:
     try:
         while not (is_first and text.startswith("]", at)):
             is_first = False
-            value, end = decoder.raw_decode(text, at)
+            value, end = DECODER.raw_decode(text, at)
             line += text.count("\n", counted, at)
             counted = at
             yield line, value
@@ -377,6 +391,8 @@ def _read_turns(turns: Any, name: str) -> tuple[list[dict], int]:
         raise RowError(f"`{name}` is {_describe(turns)}; expected a list of turns")
     messages = []
     for turn in turns:
+        if isinstance(turn, RowError):
+            raise turn
         if not isinstance(turn, dict):
             raise RowError(
                 f"`{name}` holds {_describe(turn)}; expected turns with role and content (or from and value)"

@@ -302,10 +302,11 @@ def test_the_system_prompt_is_for_rows_without_one(prepare, tmp_path, tiny_token
 
 
 def test_the_screen_shows_an_example_with_its_targets_marked(prepare, tmp_path, capsys):
-    prepare(DATA / "messages.jsonl")
+    prepare(DATA / "messages.jsonl", eval_fraction=0.05)
     screen = capsys.readouterr().out
     assert "[[HBM.<|im_end|>]]" in screen
     assert "one epoch: 1 steps at global batch 4" in screen
+    assert "nothing is held out: --eval_fraction 0.05 of 1 rows is less than one" in screen
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import doctor
 from sft import diagnosis, failures, memory, modeling
 from sft import machine as seen
 from sft.batching import collate
+from sft.config import TrainConfig, parse, read_yaml
 from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT, torch_version
 from sft.errors import UserError
 from sft.machine import Machine, knowledge, version_key
@@ -508,6 +509,15 @@ def test_fsdp_divides_what_it_shards():
         assert eight[part] == alone[part] // 8
     assert alone["base weights"] / 8 < eight["base weights"] < alone["base weights"] / 3  # a share, and the whole root
     assert eight["activations"] == alone["activations"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "checkpointing"), [("npu_8_fsdp", 8, True), ("npu_2x8_hsdp", 8, True), ("npu_2x8", 1, False)]
+)
+def test_the_estimate_follows_the_launch_config(name, shards, checkpointing):
+    settings = parse(TrainConfig, ["--model_name_or_path", REFERENCE, "--dataset_dir", "-", "--output_dir", "-"])
+    plan, _ = memory.read_plan(settings, read_yaml(ROOT / "accelerate_configs" / f"{name}.yaml"), 512)
+    assert (plan.shards, plan.checkpointing) == (shards, checkpointing)
 
 
 def test_hub_name_that_cannot_be_reached_is_the_users_mistake():

@@ -124,6 +124,9 @@ def test_lines_are_those_where_rows_begin(tmp_path):
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"a": "\u2028"}\r\n\r\n{"a": 2}', encoding="utf-8")
     assert read(lines) == [(1, {"a": "\u2028"}), (3, {"a": 2})]
+    spreadsheet = tmp_path / "b.csv"
+    spreadsheet.write_text("sep=|\na|b\n1;,|2\n")  # as Excel writes it
+    assert read(spreadsheet) == [(3, {"a": "1;,", "b": "2"})]
     (tmp_path / "empty.json").write_text("[]")
     assert read(tmp_path / "empty.json") == []
 
@@ -136,6 +139,7 @@ def test_lines_are_those_where_rows_begin(tmp_path):
         ("a.json", b'[{"a": 1},\n', "a.json:2:1: not valid JSON"),
         ("a.jsonl", b'{"a": 1}\n  {"a": nope}\n', "a.jsonl:2:9: not valid JSON"),
         ("a.csv", b'a,b\n1,"2\n', r"a.csv:2: not valid CSV"),
+        ("a.csv", b"a,b,,a,\n1,2\n", "a.csv:1: the header names `a` twice"),
         ("a.parquet", b"PAR1 no", "a.parquet is not a whole Parquet file"),
         ("a.jsonl.gz", b"\x1f\x8b\x08\x00cut", "a.jsonl.gz is not a whole gzip file"),
         ("a.jsonl.gz", b"plain", "a.jsonl.gz is not a whole gzip file"),
@@ -155,6 +159,22 @@ def test_a_row_with_too_many_fields_is_left_out_alone(tmp_path):
     with pytest.raises(RowError, match="3 fields where the header has 2"):
         read_dialogue(bad)
     assert read_dialogue(good).messages == pair("y", "z")
+
+
+@pytest.mark.parametrize("form", ["%s\n{}\n", "[%s, {}]"])
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ('{"question": "q", "answer": "a", "answer": "b"}', "answer"),
+        ('{"messages": [{"role": "user", "content": "q", "content": "p"}]}', "content"),
+    ],
+)
+def test_a_row_that_says_two_things_under_one_name_is_left_out(tmp_path, form, row, name):
+    (tmp_path / "a.json").write_text(form % row)
+    (_, bad), (_, empty) = read(tmp_path / "a.json")
+    assert empty == {}
+    with pytest.raises(RowError, match=f"the field `{name}` stands there twice"):
+        read_dialogue(bad)
 
 
 def test_inputs_that_are_not_there_are_named(tmp_path):

@@ -178,6 +178,7 @@ def test_wrong_use_is_one_sentence_and_writes_nothing(tmp_path, tiny_model_dir, 
     ok = ["--dataset_dir", dataset_dir, "--output_dir"]
     refuse(run_script(*common, *ok, out, "--global_batch_size", 5, "--per_device_train_batch_size", 2), "4 or 6")
     refuse(run_script(*common, *ok, out, "--target_modules", "q_proj", "query"), "target_modules: query", "k_proj")
+    refuse(run_script(*common, *ok, out, "--target_modules", "q_proj", "lm_head"), "lm_head shares its weights")
     refuse(run_script(*common, *ok, tmp_path), "is not empty and holds no run")
     refuse(run_script(*common, *ok, tiny_run_dir, "--global_batch_size", 4, "--seed", 1), "seed was 42, now 1")
     refuse(run_script(*common, *ok, tiny_run_dir, "--resume_from_checkpoint", "none"), "resume_from_checkpoint: auto")

@@ -22,7 +22,7 @@ PYTHON_CANN8 ?= $(shell for p in python3.10 $(HOME)/.pyenv/versions/3.10.*/bin/p
 PYTHON_TORCH26 ?= $(PYTHON)
 VENV_CANN8 ?= .venv-cann8
 VENV_TORCH26 ?= .venv-torch26
-REQUIREMENTS ?= requirements.txt requirements-dev.txt
+REQUIREMENTS ?= requirements.txt requirements-dev.txt requirements-bench.txt
 PYTHON_VERSION ?= 3.11
 ARCH ?= $(shell uname -m)
 export HF_HUB_OFFLINE ?= 1
@@ -79,18 +79,13 @@ endef
 wheelhouse:
 	@$(PYTHON) sft/wheelhouse.py collect wheelhouse $(PYTHON_VERSION) $(ARCH) $(REQUIREMENTS)
 
-bench: $(VENV)/bench $(MODEL)/config.json
+bench: $(VENV)/development $(MODEL)/config.json
 	@$(BIN)/python benchmarks/step_time.py
 	@$(BIN)/python benchmarks/step_time.py --rows embedded --output outputs/benchmarks/step_time_embedded.json
 	@$(BIN)/python benchmarks/startup.py
 	@$(BIN)/python benchmarks/scaling.py
 	@OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/cpu_2.yaml benchmarks/eval_speed.py
 	@$(BIN)/python benchmarks/data_prep.py
-
-$(VENV)/bench: $(VENV)/runtime requirements-bench.txt
-	@echo "== installing requirements-bench.txt"
-	@$(BIN)/pip install --quiet -r requirements-bench.txt
-	@touch $@
 
 test-serving: $(VENV)/development $(MODEL)/config.json
 	@test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving
@@ -117,9 +112,9 @@ $(VENV)/runtime: $(VENV)/made requirements.txt
 	@$(BIN)/pip install --quiet -r requirements.txt
 	@touch $@
 
-$(VENV)/development: $(VENV)/runtime requirements-dev.txt
-	@echo "== installing requirements-dev.txt"
-	@$(BIN)/pip install --quiet -r requirements-dev.txt
+$(VENV)/development: $(VENV)/runtime requirements-dev.txt requirements-bench.txt
+	@echo "== installing requirements-dev.txt requirements-bench.txt"
+	@$(BIN)/pip install --quiet -r requirements-dev.txt -r requirements-bench.txt
 	@touch $@
 
 $(MODEL)/config.json: | $(VENV)/runtime

@@ -74,14 +74,17 @@ def ours(job: JobConfig) -> None:
 
     loop, record = train.train, train.Run.record
     products: list = []
+    batches = None
 
-    def loop_in_turns(run, *rest):
+    def loop_in_turns(run, loader, *rest):
+        nonlocal batches
+        batches = TimedLoader(loader)
         line.wait()
-        return loop(run, *rest)
+        return loop(run, batches, *rest)
 
     def record_and_wait(run, step, loss, *rest):
         record(run, step, loss, *rest)
-        line.done(loss=float(loss))
+        line.done(loss=float(loss), data_s=batches.take_seconds())
         if step == run.total_steps:
             return
         while line.wait() == "floor":
@@ -89,6 +92,27 @@ def ours(job: JobConfig) -> None:
 
     train.train, train.Run.record = loop_in_turns, record_and_wait
     train.main()
+
+
+class TimedLoader:
+    """Batches, and how long they kept the loop waiting."""
+
+    def __init__(self, loader):
+        self.loader, self.seconds = loader, 0.0
+
+    def __iter__(self):
+        batches = iter(self.loader)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            self.seconds += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def take_seconds(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 def time_products(run, step: int, linears: list) -> dict:

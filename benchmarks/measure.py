@@ -200,7 +200,7 @@ def write_result(path: str, settings, table: list[dict], **figures) -> None:
     print_table(table)
     for name, value in figures.items():
         if isinstance(value, float):
-            print(f"{name}: {value:.2f}")
+            print(f"{name}: {value:.3g}")
     machine = {
         "host": socket.gethostname(),
         "processor": platform.processor() or platform.machine(),

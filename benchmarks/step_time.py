@@ -69,6 +69,7 @@ def main() -> None:
         times_faster_than_plain=median_ratio(steps["plain"], steps["train.py"]),
         times_faster_than_padded=median_ratio(steps["padded"], beside_padded) if beside_padded else None,
         step_over_floor=median_ratio(steps["train.py"], steps["floor"]),
+        share_of_the_step_waiting_for_data=median_ratio([one["data_s"] for one in measured["train.py"]], steps["train.py"]),
         step_over_linear_floor=median_ratio(steps["train.py"], linear),
         turns=measured,
     )  # fmt: skip

@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
+STEPS = 20  # of a short run
 os.environ.update(ENVIRONMENT)  # a forgotten download fails, in this process too
 
 
@@ -170,6 +171,29 @@ def tiny_run_dir(session_dir, dataset_dir, tiny_model_dir) -> Path:
         must(train("cpu_1", tiny_model_dir, dataset_dir, path))
 
     return once(session_dir / "run-1x4", make)
+
+
+@pytest.fixture(scope="session")
+def arguments(tiny_model_dir, dataset_dir):
+    """The flags of a short run with frequent checkpoints, for a run directory."""
+
+    def flags(run_dir, *more) -> list:
+        return [
+            "--model_name_or_path", tiny_model_dir, "--dataset_dir", dataset_dir, "--output_dir", run_dir,
+            "--max_steps", STEPS, "--save_steps", "5", "--eval_steps", "5", "--gradient_accumulation_steps", "2",
+            "--learning_rate", "1e-3", "--report_to", "none", *more,
+        ]  # fmt: skip
+
+    return flags
+
+
+@pytest.fixture(scope="session")
+def peace(warm, arguments, tmp_path_factory) -> Path:
+    """A short run on two processes that nothing interrupts; each worker has its own, as tests start it again."""
+    run_dir = tmp_path_factory.mktemp("peace") / "run"
+    status, output = warm.run(*arguments(run_dir))
+    assert status == 0, output
+    return run_dir
 
 
 def train(config, model_dir, dataset_dir, run_dir, *argv, **options) -> subprocess.CompletedProcess:

@@ -31,6 +31,7 @@ def test_step_time_compares_the_same_training(tmp_path, tiny_model_dir, dataset_
     assert len(losses["train.py"]) == len(losses["TRL"]) == 2
     # The same rows and the same learning: both take the mean over all target tokens, and start from B = 0.
     assert losses["TRL"] == pytest.approx(losses["train.py"], abs=0.05)
+    assert 0 < result["share_of_the_step_waiting_for_data"] < 1
     assert losses["plain"] == pytest.approx(losses["train.py"], abs=0.3)  # a mean of means
 
 

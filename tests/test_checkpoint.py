@@ -13,17 +13,9 @@ import pytest
 from sft import artifacts, batching, checkpoint
 from sft.errors import UserError
 from sft.journal import read_metrics
+from tests.conftest import STEPS
 
 VARIES = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "rank_tokens_min", "rank_tokens_max")
-STEPS = 20
-
-
-def command(tiny_model_dir, dataset_dir, run_dir, *more) -> list:
-    return [
-        "--model_name_or_path", tiny_model_dir, "--dataset_dir", dataset_dir, "--output_dir", run_dir, "--max_steps", STEPS,
-        "--save_steps", "5", "--eval_steps", "5", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3",
-        "--report_to", "none", *more,
-    ]  # fmt: skip
 
 
 def numbers(run_dir: Path) -> list[dict]:
@@ -33,20 +25,6 @@ def numbers(run_dir: Path) -> list[dict]:
 
 def adapter(run_dir: Path) -> str:
     return artifacts.sha256_file(run_dir / "adapter_model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def arguments(tiny_model_dir, dataset_dir):
-    return lambda run_dir, *more: command(tiny_model_dir, dataset_dir, run_dir, *more)
-
-
-@pytest.fixture(scope="module")
-def peace(warm, arguments, tmp_path_factory) -> Path:
-    """A run of 20 steps on two processes that nothing interrupts."""
-    run_dir = tmp_path_factory.mktemp("peace") / "run"
-    status, output = warm.run(*arguments(run_dir))
-    assert status == 0, output
-    return run_dir
 
 
 def test_a_run_cut_in_three_on_two_four_and_one_processes_has_the_same_losses(warm, arguments, peace, tmp_path):

@@ -17,21 +17,7 @@ from sft import artifacts, batching, checkpoint, device
 from sft.journal import read_metrics
 from sft.watchdog import name_missing
 from tests.conftest import ROOT, launch, must
-from tests.test_checkpoint import adapter, command, numbers
-
-
-@pytest.fixture(scope="module")
-def arguments(tiny_model_dir, dataset_dir):
-    return lambda run_dir, *more: command(tiny_model_dir, dataset_dir, run_dir, *more)
-
-
-@pytest.fixture(scope="module")
-def peace(warm, arguments, tmp_path_factory) -> Path:
-    """A run of 20 steps on two processes that nothing interrupts."""
-    run_dir = tmp_path_factory.mktemp("peace") / "run"
-    status, output = warm.run(*arguments(run_dir))
-    assert status == 0, output
-    return run_dir
+from tests.test_checkpoint import adapter, numbers
 
 
 def wait_until(condition, start=None, timeout_s: float = 120.0) -> None:

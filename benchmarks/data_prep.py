@@ -52,7 +52,7 @@ class PrepBenchmark:
     model_name_or_path: str = option("models/SmolLM2-135M-Instruct", "whose tokenizer is used")
     input: str = option("data/ascend_qa_en.jsonl", "jsonl file with question and answer, repeated as often as needed")
     rows: list[str] = option(["380", "10000", "100000", "1000000"], "sizes to prepare with data_prep.py")
-    trl_rows: list[str] = option(["380", "10000"], "sizes to prepare with TRL as well")
+    trl_rows: list[str] = option(["380", "10000", "100000"], "sizes to prepare with TRL as well")
     num_proc: int = option(2, "workers of both")
     quick: bool = option(False, "380 rows only, to see that it runs")
     output: str = option("outputs/benchmarks/data_prep.json", "where the figures go")

@@ -229,6 +229,11 @@ def sharding_plugin(state):
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    if state.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise UserError(
+            f"the launch configuration asks for FSDP on the CPU, for which torch {library_versions()['torch']} is too old; "
+            "use a configuration without it, or the torch of requirements.txt"
+        )
     if state.device.type == "cpu" and state.use_distributed:
         # Accelerate shards on cards only and would run DDP here without a word (accelerate 1.15, state.py).
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from sft import device
 from sft.errors import UserError
@@ -13,6 +14,9 @@ from tests.conftest import ROOT, adapter, assert_same_numbers, launch, losses, m
 STEPS = ["--max_steps", "8", "--save_steps", "4", "--learning_rate", "1e-2"]
 pytestmark = pytest.mark.skipif(
     device.torch_version() < (2, 6), reason="FSDP2 needs torch 2.6 (test_stacks.py: refused)"
+)
+shards_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6 has no FSDP2 on the CPU (test_stacks.py: refused)"
 )
 
 
@@ -69,6 +73,7 @@ def held_out(run_dir) -> list[float]:
     return [record["eval_loss"] for record in numbers(run_dir) if "eval_loss" in record]
 
 
+@shards_on_cpu
 def test_each_rank_holds_half_of_the_model(whole, sharded):
     total = summary(whole)["total_parameters"]
     assert summary(whole)["held_parameters"] == [total] == [116_288]
@@ -76,12 +81,14 @@ def test_each_rank_holds_half_of_the_model(whole, sharded):
     assert summary(sharded)["distributed_type"] == "FSDP" and summary(sharded)["backend"] == "gloo"
 
 
+@shards_on_cpu
 def test_two_sharded_ranks_give_the_numbers_of_one_process(whole, sharded):
     assert len(losses(sharded)) == 8
     assert_same_numbers(whole, sharded)
     assert held_out(sharded) == pytest.approx(held_out(whole), rel=1e-5) and len(held_out(whole)) == 2
 
 
+@shards_on_cpu
 def test_a_sharded_run_saves_every_adapter_tensor(sharded):
     """PEFT's own saving writes none of them under activation checkpointing (peft 0.21.2)."""
     for directory in (sharded, sharded / "checkpoint-4", sharded / "checkpoint-8"):
@@ -92,6 +99,7 @@ def test_a_sharded_run_saves_every_adapter_tensor(sharded):
         assert all(tensor.abs().sum() > 0 for tensor in tensors.values())
 
 
+@shards_on_cpu
 def test_a_sharded_run_goes_on_in_one_process(tmp_path, whole, sharded, start):
     checkpoint = ["--resume_from_checkpoint", sharded / "checkpoint-4"]
     output = start("cpu_1", tmp_path / "run", *checkpoint, processes=1)
@@ -99,6 +107,7 @@ def test_a_sharded_run_goes_on_in_one_process(tmp_path, whole, sharded, start):
     compare_second_half(whole, tmp_path / "run")
 
 
+@shards_on_cpu
 def test_a_run_of_one_process_goes_on_sharded(tmp_path, whole, start):
     flags = ["--resume_from_checkpoint", whole / "checkpoint-4", "--gradient_checkpointing", "true"]
     start("cpu_2_fsdp", tmp_path / "run", *flags, processes=2)
@@ -113,12 +122,14 @@ def compare_second_half(whole, resumed) -> None:
     assert max(float((first[name] - second[name]).abs().max()) for name in first) <= 1e-5
 
 
+@shards_on_cpu
 def test_two_groups_of_two_sharded_ranks_give_the_numbers_of_one_process(tmp_path, whole, start):
     start("cpu_4_hsdp", tmp_path / "run", processes=4)
     assert_same_numbers(whole, tmp_path / "run")
     assert summary(tmp_path / "run")["held_parameters"] == [58_144] * 4  # each pair has the whole
 
 
+@shards_on_cpu
 def test_training_goes_on_sharded_from_an_adapter(tmp_path, whole, start):
     """The first loss is that of the adapter's model, so that it was not lost on the empty base."""
     flags = ["--adapter_name_or_path", whole, "--stop_at_step", "1"]
@@ -155,6 +166,7 @@ def test_sharding_that_loses_or_bends_results_is_refused(monkeypatch, variables,
         device.sharding_plugin(state=None)
 
 
+@shards_on_cpu
 @pytest.mark.slow
 def test_four_ranks_load_a_model_with_little_more_than_one_copy_in_memory(tmp_path, tiny_tokenizer):
     model_dir = tmp_path / "model"
@@ -171,6 +183,7 @@ def test_four_ranks_load_a_model_with_little_more_than_one_copy_in_memory(tmp_pa
     assert found["private_copies"] < 0.4, found  # DDP's ranks all see the pages of one file
 
 
+@shards_on_cpu
 @pytest.mark.slow
 def test_tensor_and_context_parallelism_are_still_where_docs_parallelism_says(tmp_path, tiny_model_dir):
     """What docs/parallelism.md gives as reasons for refusing them. When this fails, look whether they can be allowed."""

@@ -14,7 +14,7 @@ import pytest
 
 from sft import device
 from sft.errors import UserError
-from tests.conftest import ROOT, make_rows, must, once, write_jsonl
+from tests.conftest import ROOT, make_rows, must, once, train, write_jsonl
 
 OTHER = Path(os.environ.get("OTHER_STACK", ROOT / ".venv-cann8" / "bin" / "python"))
 STACKS = {"this": sys.executable, "other": str(OTHER)}
@@ -130,6 +130,15 @@ def test_sharding_is_refused_with_an_older_torch(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match=r"asks for FSDP, which needs torch 2\.6 or newer, and this is torch 2\.1\.0"):
         device.sharding_plugin(state=None)
+
+
+@pytest.mark.skipif(
+    device.torch_version() != (2, 6), reason="newer ones can: tests/test_fsdp.py; older ones have no FSDP2"
+)
+def test_sharding_on_the_cpu_is_refused_with_torch_2_6(tmp_path, tiny_model_dir, dataset_dir):
+    refused = train("cpu_2_fsdp", tiny_model_dir, dataset_dir, tmp_path / "run")
+    assert "error: the launch configuration asks for FSDP on the CPU, for which torch 2.6.0" in refused.stderr
+    assert refused.returncode and not (tmp_path / "run").exists()
 
 
 def test_the_stacks_are_two(crossed):

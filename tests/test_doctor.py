@@ -471,6 +471,15 @@ def test_message_of_our_own_scripts_is_found():
     assert answer["rank"] == 3 and "manifest.json" in answer["message"] and answer["failures"] == []
 
 
+def test_our_own_sentence_is_called_that(tmp_path):
+    own = write(
+        tmp_path / "own.log", "error on rank 3: dataset_dir outputs/x has no manifest.json; run data_prep.py first\n"
+    )
+    assert "this program's own sentence" in doctor.explain(own)["text"]
+    other = write(tmp_path / "other.log", "SomeError: of a library\n")
+    assert "Not a known failure" in doctor.explain(other)["text"]
+
+
 def test_explain_reads_standard_input():
     result = subprocess.run(
         [sys.executable, "doctor.py", "--explain", "-"],

@@ -167,6 +167,7 @@ def time_products(run, step: int, linears: list) -> dict:
 def trl(job: JobConfig) -> None:
     """TRL's SFTTrainer on the same tokens and labels, everything else as TRL has it unless it would be slower here."""
     line = turns()
+    import datasets
     import torch
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
@@ -184,6 +185,7 @@ def trl(job: JobConfig) -> None:
                 if state.global_step < job.steps:
                     line.wait()
 
+    datasets.disable_caching()  # TRL maps its rows, and would leave the result in the directory that they came from
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = SFTConfig(
         output_dir=job.output_dir, max_steps=job.steps, per_device_train_batch_size=1,

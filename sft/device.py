@@ -158,17 +158,21 @@ def start(
     """
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
+    from accelerate.utils import (
+        DistributedDataParallelKwargs,
+        InitProcessGroupKwargs,
+        ProjectConfiguration,
+        patch_environment,
+    )
 
     promise = launch_promise()
     use_cpu = promise.kind == "cpu" if promise else not any_card()
     if not use_cpu and promise and not any_card():
         check_launch(promise, "cpu", int(os.environ.get("WORLD_SIZE", "1")))
-    if use_cpu:
-        # Not Accelerate's own cpu:N, to which `.to` copies a model whose pages the ranks would else share; and torch 2.1
-        # has no torch.cpu.set_device, which Accelerate would call (accelerate 1.15, state.py).
-        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
-    state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=ddp_timeout))
+    # Not Accelerate's own cpu:N, to which `.to` copies a model whose pages the ranks would else share; and torch 2.1 has no
+    # torch.cpu.set_device, which Accelerate would call (accelerate 1.15, state.py).
+    with patch_environment(**({"ACCELERATE_TORCH_DEVICE": "cpu"} if use_cpu else {})):
+        state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=ddp_timeout))
     check_launch(promise, state.device.type, state.num_processes)
     if not (state.is_main_process and sys.stderr.isatty()):
         from transformers.utils import logging

@@ -80,7 +80,8 @@ def load_base(
                 model = AutoModelForCausalLM.from_config(config, **arguments)
             model.tie_weights()
         else:
-            placement = {"device_map": {"": device}} if device is not None and device.type != "cpu" else {}
+            # By name: of a torch.device transformers 4.55 hands only the index on, and torch 2.1 takes 0 for a CUDA card.
+            placement = {"device_map": {"": str(device)}} if device is not None and device.type != "cpu" else {}
             model = AutoModelForCausalLM.from_pretrained(
                 name_or_path, config=config, use_safetensors=True, **arguments, **placement
             )

@@ -23,6 +23,7 @@ from sft.errors import UserError
 from sft.machine import Machine, knowledge, version_key
 from tests import sim_ascend
 from tests.conftest import ROOT, launch, run_script
+from tests.sim_ascend.build import Unavailable, install_wheel
 
 SMI = """\
 +------------------------------------------------------------------------------------------------+
@@ -342,13 +343,10 @@ def test_small_shared_memory_fails(tmp_path):
 @pytest.fixture(scope="session")
 def torch_npu_wheel() -> str:
     """A directory with the real torch_npu, as a PYTHONPATH entry; without CANN `import torch` then fails."""
-    for folder in sorted((ROOT / ".cache").glob("**/torch_npu-*.dist-info"))[:1]:
-        return str(folder.parent)
-    target = ROOT / ".cache" / "torch_npu"
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, "torch_npu==2.13.0"]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("the torch_npu wheel cannot be had (no package index reachable)")
-    return str(target)
+    try:
+        return str(install_wheel("2.13.0"))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.skipif(torch_version() != (2, 13), reason="the torch_npu wheel is that of torch 2.13")

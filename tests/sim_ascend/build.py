@@ -18,19 +18,37 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "sim_ascend"
 
-TORCH_NPU = {"2.13": "2.13.0"}  # torch release -> the torch_npu that goes with it; one is enough, and one is tested
-CANN_VERSION = "8.5.0"
+
+@dataclass(frozen=True)
+class Stack:
+    """What goes with a release of torch."""
+
+    torch_npu: str
+    cann: str
+    cxx11_abi: int  # of std::string: 0 is that of PyPI's torch until 2.6, and of the torch_npu made for it
+
+
+STACKS = {  # by torch release
+    "2.1": Stack("2.1.0.post10", cann="8.0.1", cxx11_abi=0),
+    "2.6": Stack("2.6.0.post3", cann="8.2.RC1", cxx11_abi=0),
+    "2.13": Stack("2.13.0", cann="8.5.0", cxx11_abi=1),
+}
+
+# CANN's headers are those in this wheel, for all: older wheels lack some, and a new CANN serves an old torch_npu.
+HEADERS = "2.13.0"
 
 COMPILER = ["g++", "-std=c++20", "-fPIC"]
 
 # libsimcann answers under each name that torch_npu links or opens; to the loader they are one file.
 CANN_LIBRARIES = ["ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi"]
 CANN_SYMBOL = re.compile(r"(acl|Hccl|Msprof|rt[A-Z])\w*")
+GRAPH_SYMBOL = re.compile(r"_ZNK?2ge\w+")  # torch_npu 2.1 describes graph operators with these while it is loaded
 
 # How a program can tell that it is not on hardware: ASCEND_HOME_PATH holds a file of this name. A real toolkit has the other.
 MARKER = "SIMULATED"
@@ -58,7 +76,7 @@ def environment(cards: int = 8, memory_bytes: int = 64 << 30, soc: str = "Ascend
     Builds the simulator first if need be (half a minute). `memory_bytes` is per card.
     Raises: Unavailable without g++, nm, the torch_npu wheel, or a torch that it goes with.
     """
-    root, wheel = build(), install_wheel()
+    root, wheel = build(), install_wheel(stack().torch_npu)
     return {
         "LD_LIBRARY_PATH": _prepend(root / "lib", "LD_LIBRARY_PATH"),
         "PYTHONPATH": _prepend(wheel, "PYTHONPATH"),
@@ -75,7 +93,7 @@ def build() -> Path:
     for tool in ("g++", "nm"):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is not installed (Debian: apt-get install g++)")
-    wheel = install_wheel()
+    wheel, newest = install_wheel(stack().torch_npu), install_wheel(HEADERS)
     target = CACHE / f"build-{_fingerprint()}"
     if target.is_dir():
         return target
@@ -85,8 +103,8 @@ def build() -> Path:
             try:
                 library = scratch / "lib"
                 library.mkdir()
-                _compile_cann(library, wheel / "torch_npu")
-                _compile_operators(library)
+                _compile_cann(library, wheel / "torch_npu", newest / "torch_npu" / "include")
+                _compile_operators(library, wheel / "torch_npu")
                 _lay_out_cann(scratch / "cann", target / "cann")
                 scratch.rename(target)
             finally:
@@ -94,10 +112,9 @@ def build() -> Path:
     return target
 
 
-def install_wheel() -> Path:
-    """Returns the folder that holds the torch_npu package; fetches the wheel with pip if absent."""
-    version = _torch_npu_version()
-    folder = CACHE / f"torch_npu-{version}"
+def install_wheel(version: str) -> Path:
+    """Returns the folder that holds that torch_npu for this Python; fetches the wheel with pip if absent."""
+    folder = CACHE / f"torch_npu-{version}-{sys.implementation.cache_tag}"
     if folder.is_dir():
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -114,12 +131,12 @@ def install_wheel() -> Path:
     return folder
 
 
-def _compile_cann(library: Path, torch_npu: Path) -> None:
+def _compile_cann(library: Path, torch_npu: Path, headers: Path) -> None:
     """Makes libsimcann.so and its other names in the folder `library`."""
-    headers = torch_npu / "include"
     vendor = [headers, headers / "third_party" / "acl" / "inc", headers / "third_party" / "hccl" / "inc"]
     includes = [f"-I{folder}" for folder in (SOURCES, *vendor, _torch_folder() / "include")]
-    flags = [*COMPILER, "-O2", "-Wall", "-Wextra", "-Wno-deprecated-declarations", f'-DCANN_VERSION="{CANN_VERSION}"']
+    flags = [*_compiler(), "-O2", "-Wall", "-Wextra", "-Wno-deprecated-declarations"]
+    flags.append(f'-DCANN_VERSION="{stack().cann}"')
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{name}.o" for name in ("acl", "hccl", "opapi")]
         for file in objects:
@@ -133,11 +150,12 @@ def _compile_cann(library: Path, torch_npu: Path) -> None:
         (library / f"lib{name}.so").symlink_to(simcann.name)
 
 
-def _compile_operators(library: Path) -> None:
+def _compile_operators(library: Path, torch_npu: Path) -> None:
     """Makes libsimoperators.so. Without warnings: most would be about torch's headers."""
     torch = _torch_folder()
-    flags = [*COMPILER, "-O1", "-w", "-shared", f"-I{torch / 'include'}", f"-L{torch / 'lib'}"]
-    output = ["-ltorch_cpu", "-lc10", "-o", library / "libsimoperators.so"]
+    folders = [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-L{torch_npu / 'lib'}"]
+    flags = [*_compiler(), "-O1", "-w", "-shared", *folders]
+    output = ["-ltorch_npu", "-ltorch_cpu", "-lc10", "-o", library / "libsimoperators.so"]
     _run([*flags, SOURCES / "operators.cpp", *output], "operators.cpp does not compile")
 
 
@@ -146,6 +164,7 @@ def _unsupported_functions(torch_npu: Path, parts: list[Path]) -> str:
     wanted = _symbols("--dynamic", "--undefined-only", *torch_npu.glob("lib/*.so"), *torch_npu.glob("_C*.so"))
     missing = sorted(filter(CANN_SYMBOL.fullmatch, wanted - _symbols("--defined-only", *parts)))
     functions = [f'long {name}() {{ return sim::unsupported("{name}"); }}' for name in missing]
+    functions += [f"void {name}() {{}}" for name in sorted(filter(GRAPH_SYMBOL.fullmatch, wanted))]
     return "\n".join(['#include "cann.h"', 'extern "C" {', *functions, "}", ""])
 
 
@@ -160,20 +179,25 @@ def _lay_out_cann(folder: Path, final: Path) -> None:
         (folder / part).mkdir(parents=True)
     arch = f"{platform.machine()}-linux"
     (folder / arch).mkdir()
-    text = INSTALL_INFO.format(version=CANN_VERSION, arch=platform.machine(), path=final / arch)
+    text = INSTALL_INFO.format(version=stack().cann, arch=platform.machine(), path=final / arch)
     (folder / arch / "ascend_toolkit_install.info").write_text(text)
     (folder / MARKER).write_text("Made by tests/sim_ascend. Nothing seen here is a result on Ascend hardware.\n")
 
 
-def _torch_npu_version() -> str:
+def stack() -> Stack:
+    """What goes with the torch that is installed. Raises: Unavailable when that is unknown."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         raise Unavailable("torch is not installed") from None
     release = ".".join(torch.split(".")[:2])
-    if release not in TORCH_NPU:
-        raise Unavailable(f"it imitates CANN for torch {', '.join(TORCH_NPU)}; installed is torch {torch}")
-    return TORCH_NPU[release]
+    if release not in STACKS:
+        raise Unavailable(f"it imitates CANN for torch {', '.join(STACKS)}; installed is torch {torch}")
+    return STACKS[release]
+
+
+def _compiler() -> list[str]:
+    return [*COMPILER, f"-D_GLIBCXX_USE_CXX11_ABI={stack().cxx11_abi}"]
 
 
 def _torch_folder() -> Path:
@@ -184,7 +208,7 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
         digest.update(path.read_bytes())
-    digest.update(f"{importlib.metadata.version('torch')} {_torch_npu_version()} {_torch_folder()}".encode())
+    digest.update(f"{importlib.metadata.version('torch')} {_torch_folder()}".encode())
     return digest.hexdigest()[:16]
 
 

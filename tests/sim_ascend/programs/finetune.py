@@ -73,7 +73,7 @@ def train(accelerator, dtype) -> dict:
         "adapter difference": difference(adapter(plain), adapter(reference)),
         "generated": plain.generate(input_ids=prompt.to(accelerator.device), **settings).tolist(),
         "reference generated": reference.generate(input_ids=prompt, **settings).tolist(),
-        "peak memory": torch.accelerator.max_memory_allocated(),
+        "peak memory": torch.npu.max_memory_allocated(),
     }
     if dtype == torch.float32:
         seen["restored difference"] = restore(accelerator, model)

@@ -8,8 +8,11 @@ import sys
 
 import torch
 import torch.nn.functional as F
+import torch_npu
 
 MIB = 1 << 20
+# torch_npu 2.1 and 2.6 raise a plain RuntimeError.
+OUT_OF_MEMORY = RuntimeError if torch.__version__.startswith(("2.1.", "2.6.")) else torch.OutOfMemoryError
 
 
 def message_of(call, kind=RuntimeError) -> str:
@@ -29,7 +32,7 @@ def cards() -> dict:
         "available": torch.npu.is_available(),
         "count": torch.npu.device_count(),
         "name": torch.npu.get_device_name(0),
-        "accelerator": str(torch.accelerator.current_accelerator()),
+        "accelerator": str(torch.accelerator.current_accelerator()) if hasattr(torch, "accelerator") else "npu",
         "bfloat16": torch.npu.is_bf16_supported(),
         "third card": message_of(lambda: torch.npu.set_device(2)),
     }
@@ -43,7 +46,7 @@ def memory() -> dict:
     seen["reserved - used"] = (torch.npu.memory_reserved() - sum_used()) // MIB
     result = block * 2
     seen["allocated with a result"] = torch.npu.memory_allocated() // MIB
-    seen["too much"] = message_of(lambda: allocate(960 * MIB), torch.OutOfMemoryError)
+    seen["too much"] = message_of(lambda: allocate(960 * MIB), OUT_OF_MEMORY)
     seen["usable afterwards"] = result.sum().item()
     del block, result
     torch.npu.empty_cache()
@@ -128,7 +131,6 @@ def three_steps(device):
 
 def unsupported() -> dict:
     """Last: on hardware, too, an operator that fails in the queue leaves a process that cannot go on."""
-    import torch_npu
 
     def by_name():
         torch_npu.npu_rms_norm(torch.ones(4, 4, device="npu"), torch.ones(4, device="npu"))

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch_npu  # noqa: F401 - loads itself since torch 2.5 only
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -52,8 +53,11 @@ def collectives() -> dict:
     seen = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool):
         seen[f"sum {dtype}"] = reduced(full(1, dtype=dtype))
-    for op in ("MAX", "MIN", "PRODUCT", "AVG"):
+    for op in ("MAX", "MIN", "PRODUCT"):
         seen[op] = reduced(full(2.0 + RANK), getattr(dist.ReduceOp, op))
+    average = full(2.0 + RANK)
+    seen["AVG error"] = message_of(lambda: dist.all_reduce(average, op=dist.ReduceOp.AVG))
+    seen["AVG"] = average[0].item()
     seen["float64"] = message_of(lambda: reduced(full(1.0, dtype=torch.float64)))
     tensor = full(10.0 + RANK)
     dist.broadcast(tensor, src=1)

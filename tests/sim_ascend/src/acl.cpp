@@ -217,6 +217,16 @@ aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value)
 aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
+
+// Whether operators are compiled for each shape, which torch_npu takes over as its default. Not on a 910B.
+constexpr char kJitCompile[] = "disable";
+size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof(kJitCompile); }
+aclError aclGetCompileopt(aclCompileOpt, char* value, size_t room)
+{
+    std::strncpy(value, kJitCompile, room);
+    return ACL_SUCCESS;
+}
+
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_SUCCESS; }
 aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
@@ -558,6 +568,9 @@ aclError aclopCompileAndExecute(const char* name, int, const aclTensorDesc* cons
 {
     return sim::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string("operator ") + name + " is not simulated");
 }
+
+// torch_npu 2.1 ends the process when this fails, be it after an operator that failed.
+aclError aclDestroyDataBuffer(const aclDataBuffer*) { return ACL_SUCCESS; }
 
 // torch_npu describes the tensors of an operator that failed, dimension by dimension.
 size_t aclGetTensorDescNumDims(const aclTensorDesc*) { return 0; }

@@ -363,6 +363,14 @@ void with_overlap(size_t begin, size_t length, size_t offset, size_t n, Copy cop
     if (from < to) copy(from - offset, from - begin, to - from);  // (position in chunk, in segment, bytes)
 }
 
+// A configuration begins with its size; that of an older torch_npu (2.6) ends before the newer fields.
+size_t size_of(const HcclCommConfig& config)
+{
+    size_t size;
+    std::memcpy(&size, &config, sizeof(size));
+    return size;
+}
+
 bool reducible(HcclDataType type) { return reduce(nullptr, {nullptr}, 0, type, HCCL_REDUCE_SUM); }
 
 HcclResult not_reducible(HcclDataType type)
@@ -401,7 +409,8 @@ HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo* info, 
         return static_cast<HcclResult>(sim::fail(HCCL_E_PARA, "bad root info, or rank " + std::to_string(rank) + " of "
                                                  + std::to_string(ranks)));
     double timeout_s = seconds("HCCL_EXEC_TIMEOUT", 1836);
-    if (config != nullptr && config->hcclExecTimeOut != HCCL_COMM_EXECTIMEOUT_CONFIG_NOT_SET)
+    if (config != nullptr && size_of(*config) > offsetof(HcclCommConfig, hcclExecTimeOut)
+        && config->hcclExecTimeOut != HCCL_COMM_EXECTIMEOUT_CONFIG_NOT_SET)
         timeout_s = config->hcclExecTimeOut;
     auto created = std::make_unique<Communicator>(ranks, rank, timeout_s);
     if (const HcclResult result = created->attach(root)) return result;

@@ -5,7 +5,7 @@
 // What stays torch_npu's own: allocation, views, resizing, streams, pinning, c10d - the parts that a test on a
 // simulated card is about. An operator without a CPU kernel keeps torch_npu's too, and ends in CANN's "not simulated".
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
+#include <ATen/ops/_to_copy.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
@@ -15,10 +15,19 @@
 #include <cstdlib>
 #include <iostream>
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
+
+#include "torch_versions.h"
+
+// Two functions of libtorch_npu.
+namespace c10_npu {
+bool npuSynchronizeDevice(bool check_error);  // waits for the current card and its task queue
+}
+namespace at_npu::detail {
+const at::Generator& getDefaultNPUGenerator(c10::DeviceIndex card);
+}
 
 namespace {
 
@@ -26,6 +35,8 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::IValue;
 using c10::OperatorHandle;
+using sim::nullopt;
+using sim::optional;
 using torch::jit::Stack;
 
 constexpr auto kNpu = c10::DeviceType::PrivateUse1;
@@ -121,11 +132,11 @@ public:
         const c10::OptionalDeviceGuard guard(device_);
         // With the task queue, torch_npu issues HCCL calls from a thread of its own: what this operator reads may
         // still be on its way. Hardware orders the two by streams, here one has to wait.
-        if (device_) c10::impl::VirtualGuardImpl(kNpu).synchronizeDevice(device_->index());
+        if (device_) c10_npu::npuSynchronizeDevice(true);
         cpu_arguments_.assign(stack_.begin() + begin_, stack_.end());
-        std::optional<DefaultGeneratorSwap> swap;
+        optional<DefaultGeneratorSwap> swap;
         if (device_ && op_.hasTag(at::Tag::nondeterministic_seeded) && !generator_given_)
-            swap.emplace(cpu_generator_for(at::globalContext().defaultGenerator(*device_)));
+            swap.emplace(cpu_generator_for(at_npu::detail::getDefaultNPUGenerator(device_->index())));
         op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack_);
         finish();
     }
@@ -161,10 +172,10 @@ private:
             }
             value = std::move(list);
         } else if (value.isOptionalTensorList()) {
-            c10::List<std::optional<at::Tensor>> list;
-            for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList().vec()) {
+            c10::List<optional<at::Tensor>> list;
+            for (const optional<at::Tensor>& tensor : value.toOptionalTensorList().vec()) {
                 if (tensor) see(*tensor);
-                list.push_back(tensor ? std::optional<at::Tensor>(moved(*tensor)) : std::nullopt);
+                list.push_back(tensor ? optional<at::Tensor>(moved(*tensor)) : nullopt);
             }
             value = std::move(list);
         } else if (value.isDevice() && value.toDevice().type() == kNpu) {  // a factory: tril_indices(device=npu)
@@ -229,7 +240,7 @@ private:
     Stack& stack_;
     size_t begin_;
     std::vector<IValue> npu_arguments_, cpu_arguments_;
-    std::optional<c10::Device> device_, other_;
+    optional<c10::Device> device_, other_;
     bool mixed_ = false, generator_given_ = false;
 };
 
@@ -237,9 +248,9 @@ void run_on_cpu(const OperatorHandle& op, DispatchKeySet, Stack* stack) { Call(o
 
 // torch's own kernel for an operator, called with the NPU tensors as they are.
 struct StockKernel : c10::OperatorKernel {
-    explicit StockKernel(c10::SafeKernelFunction kernel) : kernel(std::move(kernel)) {}
+    explicit StockKernel(sim::Kernel kernel) : kernel(std::move(kernel)) {}
     void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) { kernel.callBoxed(op, keys, stack); }
-    c10::SafeKernelFunction kernel;
+    sim::Kernel kernel;
 };
 
 // npu::_npu_dtype_cast(self, dtype): the cast that torch_npu's c10d makes around a reduction of bool or uint8.
@@ -248,7 +259,7 @@ void cast(const OperatorHandle&, DispatchKeySet, Stack* stack)
     const auto dtype = (*stack)[stack->size() - 1].toScalarType();
     const at::Tensor self = (*stack)[stack->size() - 2].toTensor();
     torch::jit::drop(*stack, 2);
-    torch::jit::push(*stack, self.to(dtype));
+    torch::jit::push(*stack, at::_to_copy(self, self.options().dtype(dtype)));  // Tensor.to() of torch_npu 2.1 ends here
 }
 
 // ---- which operator runs how ---------------------------------------------------------------------------------------
@@ -267,8 +278,8 @@ bool stays_with_torch_npu(const c10::FunctionSchema& schema)
 
 class Registration {
 public:
-    Registration() : library_(torch::Library::IMPL, "aten", std::nullopt, __FILE__, __LINE__),
-                     npu_library_(torch::Library::IMPL, "npu", std::nullopt, __FILE__, __LINE__)
+    Registration() : library_(torch::Library::IMPL, "aten", nullopt, __FILE__, __LINE__),
+                     npu_library_(torch::Library::IMPL, "npu", nullopt, __FILE__, __LINE__)
     {
         // Overriding is what this library is for; torch would warn about it.
         struct Silence : c10::WarningHandler {
@@ -278,7 +289,7 @@ public:
         c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
         for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
             const auto op = dispatcher.findSchema(name);
-            if (op && name.getNamespace() == std::string_view("aten")) choose(*op);
+            if (op && name.name.rfind("aten::", 0) == 0) choose(*op);
         }
         for (const char* name : {"_npu_dtype_cast", "npu_dtype_cast"})
             npu_library_.impl(name, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&cast>());
@@ -296,13 +307,15 @@ private:
         }
         // torch_npu replaced some composites (matmul, softmax, ...) and autograd formulas with ones that end in
         // operators that only CANN has. What torch has for the CPU is right for a card whose operators are the CPU's.
-        if (own_autograd) use_stock(op, DispatchKey::AutogradPrivateUse1, DispatchKey::AutogradCPU, "stock autograd");
-        if (op.hasKernelForDispatchKey(DispatchKey::CPU) || op.schema().name() == "aten::copy_") {
+        const bool on_cpu = op.hasKernelForDispatchKey(DispatchKey::CPU);
+        const bool composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+        if (own_autograd || (own && composite && !on_cpu))  // torch 2.1 has a formula for matmul that then takes effect
+            use_stock(op, DispatchKey::AutogradPrivateUse1, DispatchKey::AutogradCPU, "stock autograd");
+        if (on_cpu || op.schema().name() == "aten::copy_") {
             note("CPU", op);
             library_.impl(full_name(op), DispatchKey::PrivateUse1,
                           torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-        } else if (own && (op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
-                           op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd))) {
+        } else if (own && (composite || op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd))) {
             use_stock(op, DispatchKey::PrivateUse1, DispatchKey::CPU, "stock composite");
         } else if (own) {
             note("torch_npu only", op);
@@ -314,7 +327,7 @@ private:
     {
         note(why, op);
         library_.impl(full_name(op), key, torch::CppFunction::makeFromBoxedFunctor(
-            std::make_unique<StockKernel>(op.getComputedKernelForDispatchKey(like))));
+            std::make_unique<StockKernel>(sim::kernel_of(op, like))));
     }
 
     static const char* full_name(const OperatorHandle& op)

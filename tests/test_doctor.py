@@ -127,7 +127,17 @@ def test_driver_24_with_cann_9_and_vllm_ascend_is_explained(server):
     assert "driver 24.1.0.3 is made for CANN 8.0: take that CANN and requirements-cann8.txt" in driver.remedy
     assert "drvRet=87" in driver.remedy and "vLLM-Ascend" in driver.remedy
     assert one(checks, "vllm-ascend ↔ torch").status == "FAIL"
-    assert one(checks, "torch_npu ↔ CANN").remedy.startswith("torch_npu 2.1.0.post17 goes with CANN 8.0, 8.1, 8.2, 8.3")
+    assert one(checks, "torch_npu ↔ CANN").remedy.startswith("torch_npu 2.1.0.post17 goes with CANN 8.1, 8.2, 8.3")
+
+
+@pytest.mark.parametrize(("torch_npu", "status"), [("2.1.0.post10", "ok"), ("2.1.0.post17", "FAIL")])
+def test_torch_npu_that_does_not_copy_with_cann_8_0_fails(server, torch_npu, status):
+    """From post12 on it refuses non-blocking copies when CANN is older than 8.1.RC1 (tests/sim_ascend/README.md)."""
+    machine = server(driver="24.1.0.3", cann="8.0.1")
+    machine.versions |= {"torch": "2.1.0+cpu", "torch_npu": torch_npu}
+    check = one(diagnosis.check_versions(machine), "torch_npu ↔ CANN")
+    assert check.status == status
+    assert status == "ok" or check.remedy.endswith("take requirements-cann8.txt")
 
 
 def test_each_cann_names_its_requirements_file(server):

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT, once
 
 pytestmark = pytest.mark.npu
-RELEASES = ["2.1.0.post17", "2.6.0", "2.13.0"]
+RELEASES = ["2.1.0.post10", "2.6.0", "2.13.0"]
 CACHE = ROOT / ".cache" / "torch_npu_sources"
 SOURCES = ("torch_npu/npu/__init__.py", "torch_npu/npu/utils.py")
 

@@ -130,7 +130,8 @@ def _torch_npu_and_cann(npu: str, cann: str, file: str) -> Check:
         row, found = last, f"{found} (judged like {last['torch_npu']}, where the published table ends)"
     if row is None:
         return warn(name, found, f"this torch_npu is not in the published table; {file} has one that is")
-    works = knowledge("versions")["release_works_with_cann"].get(f"{family(row['release'])}.0", [])
+    listed = knowledge("versions")["release_works_with_cann"].get(f"{family(row['release'])}.0", [])
+    works = [other for other in listed if other not in row.get("not_with", [])]
     if family(cann) == row["cann"]:
         return ok(name, found)
     if family(cann) in works:

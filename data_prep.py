@@ -4,6 +4,7 @@ Reads what sft/records.py knows, encodes it with the model's own chat template, 
 every row. Nothing appears under --output_dir before all of it is complete.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import psutil
 import pyarrow
 from tqdm import tqdm
 
@@ -54,7 +56,9 @@ MOST_WORKERS = 8  # unless the user says otherwise; each takes about 0.5 GiB
 ROWS_PER_WORKER = 2000  # below that a second process costs more than it brings
 RECIPE_VERSION = 1  # to be raised when the same files and settings make another data set
 SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
-STOP = threading.Event()  # a signal came: dill, with which datasets hashes functions, may swallow the KeyboardInterrupt
+STOP = threading.Event()  # a signal came
+UNFINISHED: list[Path] = []  # what goes when nothing else helps
+GIVE_UP_S = 10.0  # an interrupted pool of processes may wait for ever
 SHOWN = 10  # rows of one kind that are named on the screen; the manifest names all
 
 COLUMNS = datasets.Features(
@@ -147,7 +151,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{config.output_dir} is up to date: same files, settings and tokenizer; nothing to do")
         return
     output = Path(config.output_dir)
-    with new_directory(output, replace=output.exists()) as directory:
+    with new_directory(output, replace=output.exists()) as directory, heeding_signals():
+        UNFINISHED.append(directory)
         work = directory / "work"
         work.mkdir()
         parts, read = read_sources(config, sources, work)
@@ -170,8 +175,6 @@ def main(argv: list[str] | None = None) -> None:
             "versions": library_versions(),
             "recipe": recipe,
         }
-        if STOP.is_set():
-            raise KeyboardInterrupt
         write_json(directory / "manifest.json", manifest)
     print_summary(config, manifest, tokenizer)
 
@@ -555,6 +558,30 @@ def mark_targets(tokenizer, input_ids: list[int], labels: list[int]) -> str:
     return text
 
 
+@contextlib.contextmanager
+def heeding_signals() -> Iterator[None]:
+    """Makes an interrupt of what came of one: a library may swallow it (dill) or turn it into an error (datasets)."""
+    try:
+        yield
+    except Exception:
+        if STOP.is_set():
+            raise KeyboardInterrupt from None
+        raise
+    if STOP.is_set():
+        raise KeyboardInterrupt
+
+
+def abandon() -> None:
+    """Ends an interrupted preparation that waits for workers which are gone."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    for directory in UNFINISHED:
+        shutil.rmtree(directory, ignore_errors=True)
+    print("interrupted: nothing was written", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def end_on_signals() -> None:
     """Ctrl-C and a polite kill end this process by KeyboardInterrupt, its workers without a word."""
     main_process = os.getpid()
@@ -563,6 +590,9 @@ def end_on_signals() -> None:
         if os.getpid() != main_process:
             os._exit(1)
         STOP.set()
+        last_resort = threading.Timer(GIVE_UP_S, abandon)
+        last_resort.daemon = True
+        last_resort.start()
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):

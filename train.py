@@ -39,34 +39,25 @@ from sft.watchdog import Watchdog
 
 def main() -> None:
     settings = config.parse(TrainConfig, description=__doc__)
-    manifest = artifacts.read_manifest(settings.dataset_dir)
     check_trackers(settings.report_to)
     run_dir = Path(settings.output_dir)
     accelerator = device.start(settings.ddp_timeout, tuple(settings.report_to), str(run_dir / "tensorboard"))
-    fine_tune(settings, manifest, run_dir, accelerator)
+    fine_tune(settings, run_dir, accelerator)
     device.end(accelerator)
 
 
-def fine_tune(settings: TrainConfig, manifest: dict, run_dir: Path, accelerator) -> None:
+def fine_tune(settings: TrainConfig, run_dir: Path, accelerator) -> None:
     """One run from its data set to its results, or the rest of it."""
-    # Which rows make up each step, and how this many cards share them.
-    train_rows = artifacts.load_split(settings.dataset_dir, "train")
-    eval_rows = artifacts.load_split(settings.dataset_dir, "eval")
+    # What the run is made from decides whether an earlier run in the same directory may be continued.
     begun_with = device.run_on_main(accelerator, lambda: origin.begun_global_batch_size(settings, run_dir))
-    plan = plan_batches(settings, train_rows, accelerator.num_processes, begun_with)
-    total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * plan.steps_per_epoch)
+    train_rows, eval_rows, plan, total_steps, dtype, provenance = device.run_on_all(
+        accelerator, lambda: read_inputs(settings, accelerator, begun_with)
+    )
     accelerator.print(
         f"{len(train_rows)} training rows, {len(eval_rows)} held out. Global batch {plan.global_batch_size} = "
         f"{plan.per_device_train_batch_size} per device × {plan.gradient_accumulation_steps} accumulation × "
         f"{plan.world_size} ranks on {accelerator.device.type}: {plan.steps_per_epoch} steps an epoch, {total_steps} in all."
     )
-
-    # What the run is made from decides whether an earlier run in the same directory may be continued.
-    tokenizer = load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
-    dtype = device.base_dtype(settings.dtype, accelerator.device)
-    for name, rows in (("train", train_rows), ("eval", eval_rows)):
-        artifacts.check_split(rows, manifest, name, settings.dataset_dir, len(tokenizer))
-    provenance = origin.describe(settings, manifest, tokenizer, plan, total_steps, dtype)
     origin.check_ranks_alike(accelerator, settings, provenance)
     resumed = device.run_on_main(accelerator, lambda: origin.find_progress(settings, run_dir, provenance, total_steps))
     if resumed == "complete":
@@ -120,6 +111,24 @@ def fine_tune(settings: TrainConfig, manifest: dict, run_dir: Path, accelerator)
         if train(run, loader, train_rows, first_step):
             finish(run, sizes)
     run.journal.close()
+
+
+def read_inputs(settings: TrainConfig, accelerator, begun_with: int | None):
+    """Training rows, held-out rows, which rows make up each step, how many steps, the base's dtype, and the provenance.
+
+    Raises: UserError when this rank's data set, model or settings cannot be used.
+    """
+    manifest = artifacts.read_manifest(settings.dataset_dir)
+    train_rows = artifacts.load_split(settings.dataset_dir, "train")
+    eval_rows = artifacts.load_split(settings.dataset_dir, "eval")
+    plan = plan_batches(settings, train_rows, accelerator.num_processes, begun_with)
+    total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * plan.steps_per_epoch)
+    tokenizer = load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
+    dtype = device.base_dtype(settings.dtype, accelerator.device)
+    for name, rows in (("train", train_rows), ("eval", eval_rows)):
+        artifacts.check_split(rows, manifest, name, settings.dataset_dir, len(tokenizer))
+    provenance = origin.describe(settings, manifest, tokenizer, plan, total_steps, dtype)
+    return train_rows, eval_rows, plan, total_steps, dtype, provenance
 
 
 def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:

@@ -187,6 +187,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below, as no setting has such a name
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
             seen.add(key.value)

@@ -401,6 +401,27 @@ def run_on_main(accelerator, function: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
+def run_on_all(accelerator, function: Callable[[], Result]) -> Result:
+    """What `function` returned on this rank; a UserError on any rank is raised on all, as nobody waits for a rank that left.
+
+    One object collective. Servers have disks of their own, so that one alone may lack a file.
+    """
+    from accelerate.utils import gather_object
+
+    result, error = None, None
+    try:
+        result = function()
+    except UserError as raised:
+        error = str(raised)
+    errors = gather_object([(socket.gethostname(), error)]) if accelerator.num_processes > 1 else [("", error)]
+    if errors[0][1] is not None:
+        raise UserError(errors[0][1])
+    for rank, (host, text) in enumerate(errors):
+        if text is not None:
+            raise UserError(f"rank {rank} ({host}): {text}")
+    return result
+
+
 def clear_overflow(device) -> None:
     """Forgets overflows so far, where cards note them in a flag."""
     overflowed(device)

@@ -82,9 +82,14 @@ def load_base(
         else:
             # By name: of a torch.device transformers 4.55 hands only the index on, and torch 2.1 takes 0 for a CUDA card.
             placement = {"device_map": {"": str(device)}} if device is not None and device.type != "cpu" else {}
-            model = AutoModelForCausalLM.from_pretrained(
-                name_or_path, config=config, use_safetensors=True, **arguments, **placement
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name_or_path, config=config, use_safetensors=True, output_loading_info=True, **arguments, **placement
             )
+    if not empty and report["missing_keys"]:  # transformers draws them at random, and says so in passing
+        raise UserError(
+            f"model_name_or_path {name_or_path} lacks {len(report['missing_keys'])} weights of its model, first "
+            f"{min(report['missing_keys'])}; copy or download it again"
+        )
     model.requires_grad_(False)
     model.config.use_cache = False
     return model

@@ -6,6 +6,7 @@ import gzip
 import io
 import itertools
 import json
+import math
 import re
 import unicodedata
 import zlib
@@ -51,9 +52,6 @@ class Dialogue:
     messages: list[dict]  # [system]? (user assistant)+, each with role and content
     id: str = ""  # the row's own, if it has one
     cut_turns: int = 0  # turns of the user at the end that nobody answered
-
-
-INVISIBLE = " \t\r\n\u00a0\u200b\u200c\u200d\u2060\u3000\ufeff"  # characters that show nothing when they stand alone
 
 
 def find_sources(inputs: list[str], file_format: str = "auto") -> list[Source]:
@@ -173,8 +171,8 @@ def _read_csv(file: TextIO, path: str) -> Iterator[tuple[int, dict]]:
     csv.field_size_limit(2**31 - 1)
     head = file.readline()
     delimiter = max(",;\t", key=head.count)
-    if re.fullmatch(r"sep=.\s*", head):  # Excel's own first line
-        head, delimiter = "\n", head[4]
+    if separator := re.fullmatch(r'"?sep=(.)"?\s*', head, re.IGNORECASE):  # Excel's own first line
+        head, delimiter = "\n", separator[1]
     reader = csv.reader(itertools.chain([head], file), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     line = 0
@@ -363,7 +361,7 @@ def _choose_fields(row: dict, question_column: str, answer_column: str) -> tuple
 
 def _read_pair(row: dict, question_name: str, answer_name: str) -> list[dict]:
     question = _text(row[question_name], question_name)
-    if question_name == "instruction" and row.get("input"):
+    if question_name == "instruction" and row.get("input") not in (None, ""):
         question = f"{question}\n{_text(row['input'], 'input')}".strip("\n")
     if not question.strip():
         raise RowError(f"empty question (field `{question_name}`)")
@@ -423,6 +421,12 @@ def _read_turns(turns: Any, name: str) -> tuple[list[dict], int]:
 
 def _text(value: Any, name: str) -> str:
     """The value as clean text."""
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        if isinstance(part, RowError):
+            raise part
+        if isinstance(part, dict) and part.get("type") == "text":
+            _text(part.get("text"), name)
     if (
         isinstance(value, list)
         and value
@@ -430,6 +434,8 @@ def _text(value: Any, name: str) -> str:
     ):
         value = "\n".join(str(part.get("text", "")) for part in value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value in (math.inf, -math.inf):
+            raise RowError(f"`{name}` is a number out of range; expected text")
         value = None if value != value else str(value)  # NaN is how spreadsheets and pandas write nothing
     if value is None:
         raise RowError(f"`{name}` is null; expected text")
@@ -440,9 +446,13 @@ def _text(value: Any, name: str) -> str:
     if not value.isascii() and re.search("[\ud800-\udfff]", value):
         raise RowError(f"`{name}` holds half a character (a lone surrogate); the file was cut or converted wrongly")
     value = value.rstrip()
-    if not value.isascii() and not value.strip(INVISIBLE):
+    if value[:1] and _shows_nothing(value[0]) and all(map(_shows_nothing, value)):
         return ""
     return re.sub(r"\A(?:[^\S\n]*\n)+", "", value) if value[:1].isspace() else value
+
+
+def _shows_nothing(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Zs", "Zl", "Zp")
 
 
 def _describe(value: Any) -> str:

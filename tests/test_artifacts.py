@@ -96,3 +96,21 @@ def test_model_hash_samples_all_of_a_long_file(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(changed)
         hashes.add(artifacts.model_sha256(str(tmp_path)))
     assert len(hashes) == 6
+
+
+def test_model_hash_sees_each_tensor(tmp_path):
+    """Norms are thousandths of a model, and evenly spread samples would miss most of them."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    tensors = {
+        f"layer.{n}.{kind}": np.zeros(size, np.float32)
+        for n in range(40)
+        for kind, size in (("w", 60_000), ("norm", 64))
+    }
+    hashes = set()
+    for changed in (None, "layer.7.norm", "layer.33.norm"):
+        changes = {changed: np.ones(64, np.float32)} if changed else {}
+        save_file({**tensors, **changes}, tmp_path / "model.safetensors")
+        hashes.add(artifacts.model_sha256(str(tmp_path)))
+    assert len(hashes) == 3

@@ -83,6 +83,7 @@ def test_wrong_flags_are_named_with_the_remedy(flags, message):
         ("lora_r: [8]\n", "lora_r is \\[8\\]; expected a whole number"),
         ("seed:\n", "seed has no value"),
         ("- seed\n", "holds a list; expected lines of the form"),
+        ("? [seed, x]\n: 1\n", "not valid YAML: .*unhashable key"),
         ("seed: 1\nlora_r: 8\nseed: 2\n", "not valid YAML: the key seed stands twice .*line 3, column 1"),
         ("seed: 1\n  lora_r: 8\n", "not valid YAML: .*line 2, column"),
         ("gradient_checkpointing: 3\n", "gradient_checkpointing is 3; expected true or false"),

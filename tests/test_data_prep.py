@@ -346,6 +346,37 @@ def test_the_command_line_ends_with_status_0_and_2(tiny_tokenizer_dir, tmp_path)
     assert len(rows_of(tmp_path / "out")) == 5
 
 
+def test_an_interrupted_preparation_whose_workers_are_gone_ends(tiny_tokenizer_dir, tmp_path):
+    """A pool waits for ever for what a dead worker had in hand; the interrupt itself is swallowed here."""
+    program = """
+import os, sys, threading, time
+import data_prep, sft.errors
+data_prep.GIVE_UP_S = 1.0
+data_prep.encode_rows = lambda *_: wait_for_ever()
+def wait_for_ever():
+    print("waiting", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+data_prep.end_on_signals()
+sft.errors.run(data_prep.main)
+"""
+    source = write_jsonl(tmp_path / "qa.jsonl", make_rows(20))
+    command = [sys.executable, "-c", program, "--input", source, "--model_name_or_path", tiny_tokenizer_dir]
+    command += ["--output_dir", tmp_path / "out"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True, **pipes) as process:
+        while process.stdout.readline() != "waiting\n":
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip().endswith("interrupted: nothing was written")
+    assert [path.name for path in tmp_path.iterdir()] == ["qa.jsonl"]
+
+
 def test_an_interrupted_preparation_leaves_nothing(tiny_tokenizer_dir, tmp_path):
     source = write_jsonl(tmp_path / "qa.jsonl", make_rows(60_000))
     command = [sys.executable, "data_prep.py", "--input", source, "--model_name_or_path", tiny_tokenizer_dir]

@@ -160,6 +160,22 @@ def test_servers_with_different_data_sets_are_refused(tmp_path, servers, tiny_mo
     assert not (tmp_path / "run").exists()
 
 
+def test_a_server_without_the_data_set_ends_the_others_too(tmp_path, servers, tiny_model_dir, dataset_dir):
+    logs = [tmp_path / f"server-{rank}.log" for rank in (0, 1)]
+    started = [
+        server.launch(
+            None, 29_620, *arguments(tiny_model_dir, dataset, tmp_path / "run"), main_ip=servers[0].address, log=log
+        )
+        for server, dataset, log in zip(servers, (dataset_dir, tmp_path / "nothing"), logs)
+    ]
+    try:
+        assert [process.wait(240) for process in started] == [1, 1]
+    finally:
+        for process in started:
+            kill(process)
+    assert re.search(r"error: rank 1 \(.+\): dataset_dir .*nothing does not exist", logs[0].read_text())
+
+
 @pytest.mark.slow
 def test_a_lost_server_that_comes_back_goes_on_from_the_last_checkpoint(
     tmp_path, servers, tiny_model_dir, dataset_dir, tiny_run_dir

@@ -30,6 +30,7 @@ SYSTEM = [{"role": "system", "content": "Be brief."}]
         ({"instruction": "q", "input": "i", "output": "a"}, pair("q\ni", "a")),
         ({"instruction": "q", "input": "", "output": "a"}, pair("q", "a")),
         ({"instruction": "q", "input": None, "output": "a"}, pair("q", "a")),
+        ({"instruction": "q", "input": 0, "output": "a"}, pair("q\n0", "a")),
         ({"question": "q", "answer": 4}, pair("q", "4")),
         ({"question": "q", "answer": "\n \n  a\r\nb\n "}, pair("q", "  a\nb")),
         ({"question": "q", "answer": "a", "system": "Be brief."}, SYSTEM + pair("q", "a")),
@@ -58,6 +59,9 @@ def test_each_schema_becomes_the_same_dialogue(row, messages):
         ({"question": "q", "answer": None}, "`answer` is null; expected text"),
         ({"question": "q", "answer": ["a"]}, "`answer` is a list; expected text"),
         ({"question": "q", "answer": True}, "`answer` is true or false; expected text"),
+        ({"question": "q", "answer": float("inf")}, "`answer` is a number out of range"),
+        ({"question": "q", "answer": "\0\1"}, "empty answer"),
+        ({"question": [{"type": "text", "text": None}], "answer": "a"}, "`question` is null; expected text"),
         ({"question": "q\ud83d", "answer": "a"}, "`question` holds half a character"),
         ({"question": "q", "answer": "a", "history": "h"}, "history is text; expected a list"),
         (
@@ -127,6 +131,8 @@ def test_lines_are_those_where_rows_begin(tmp_path):
     spreadsheet = tmp_path / "b.csv"
     spreadsheet.write_text("sep=|\na|b\n1;,|2\n")  # as Excel writes it
     assert read(spreadsheet) == [(3, {"a": "1;,", "b": "2"})]
+    spreadsheet.write_text('"SEP=;"\na;b\n1;2\n')
+    assert read(spreadsheet) == [(3, {"a": "1", "b": "2"})]
     (tmp_path / "empty.json").write_text("[]")
     assert read(tmp_path / "empty.json") == []
 
@@ -167,6 +173,8 @@ def test_a_row_with_too_many_fields_is_left_out_alone(tmp_path):
     [
         ('{"question": "q", "answer": "a", "answer": "b"}', "answer"),
         ('{"messages": [{"role": "user", "content": "q", "content": "p"}]}', "content"),
+        ('{"question": "q", "answer": {"a": 1, "a": 2}}', "a"),
+        ('{"question": [{"type": "text", "text": "q", "text": "p"}], "answer": "a"}', "text"),
     ],
 )
 def test_a_row_that_says_two_things_under_one_name_is_left_out(tmp_path, form, row, name):

@@ -269,6 +269,25 @@ def test_settings_that_contradict_the_adapter_to_start_from_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_lacks_a_weight_is_refused(tmp_path, tiny_model_dir, dataset_dir):
+    """transformers would draw it at random."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    result = run_script(
+        "train.py", "--model_name_or_path", model, "--dataset_dir", dataset_dir, "--output_dir", tmp_path / "run",
+        "--report_to", "none", "--max_steps", 1,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "lacks 1 weights of its model, first model.layers.1.mlp.up_proj.weight" in result.stderr
+
+
 def test_no_ddp_model_is_left_when_the_process_group_ends(tmp_path, tiny_model_dir, dataset_dir):
     """Else its reducer may wait for the group's thread for ever: the run is done, and does not end."""
     result = must(

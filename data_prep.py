@@ -58,6 +58,7 @@ RECIPE_VERSION = 1  # to be raised when the same files and settings make another
 SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
 STOP = threading.Event()  # a signal came
 UNFINISHED: list[Path] = []  # what goes when nothing else helps
+INTERRUPTED = "interrupted: nothing was written"
 GIVE_UP_S = 10.0  # an interrupted pool of processes may wait for ever
 SHOWN = 10  # rows of one kind that are named on the screen; the manifest names all
 
@@ -578,7 +579,7 @@ def abandon() -> None:
             child.kill()
     for directory in UNFINISHED:
         shutil.rmtree(directory, ignore_errors=True)
-    print("interrupted: nothing was written", file=sys.stderr, flush=True)
+    print(INTERRUPTED, file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -601,4 +602,4 @@ def end_on_signals() -> None:
 
 if __name__ == "__main__":
     end_on_signals()
-    run(main, interrupted="interrupted: nothing was written")
+    run(main, interrupted=INTERRUPTED)

@@ -14,7 +14,6 @@ It starts with the standard library alone: it must speak when torch cannot be im
 import argparse
 import dataclasses
 import json
-import re
 import signal
 import sys
 from pathlib import Path
@@ -110,7 +109,7 @@ def explain(path: str) -> dict:
         follows = "  [usually a consequence of another rank's failure]" if row.get("consequence") else ""
         lines += ["", f"{row['id']}, line {row['line']}, seen {row['count']} ×{follows}",
                   f"  means   {row['meaning']}", f"  check   {row['check']}", f"  source  {row['source']}"]  # fmt: skip
-    if re.match(r"error(?: on rank \d+)?: ", answer["message"]) and not answer["failures"]:
+    if failures.OWN_SENTENCE.match(answer["message"]) and not answer["failures"]:
         lines += ["", "That is this program's own sentence: it names the reason, and mostly the remedy."]
     elif answer["line"] and not answer["failures"]:
         lines += ["", "Not a known failure. On Ascend the reason is often in ~/ascend/log/debug/plog; "

@@ -51,14 +51,14 @@ def fine_tune(settings: TrainConfig, run_dir: Path, accelerator) -> None:
     # What the run is made from decides whether an earlier run in the same directory may be continued.
     begun_with = device.run_on_main(accelerator, lambda: origin.begun_global_batch_size(settings, run_dir))
     train_rows, eval_rows, plan, total_steps, dtype, provenance = device.run_on_all(
-        accelerator, lambda: read_inputs(settings, accelerator, begun_with)
+        lambda: read_inputs(settings, accelerator, begun_with)
     )
     accelerator.print(
         f"{len(train_rows)} training rows, {len(eval_rows)} held out. Global batch {plan.global_batch_size} = "
         f"{plan.per_device_train_batch_size} per device × {plan.gradient_accumulation_steps} accumulation × "
         f"{plan.world_size} ranks on {accelerator.device.type}: {plan.steps_per_epoch} steps an epoch, {total_steps} in all."
     )
-    origin.check_ranks_alike(accelerator, settings, provenance)
+    origin.check_ranks_alike(settings, provenance)
     resumed = device.run_on_main(accelerator, lambda: origin.find_progress(settings, run_dir, provenance, total_steps))
     if resumed == "complete":
         accelerator.print(

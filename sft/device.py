@@ -349,8 +349,7 @@ def describe(accelerator) -> dict:
     from accelerate.utils import gather_object
 
     mine = {"rank": accelerator.process_index, "host": socket.gethostname(), "device": str(accelerator.device)}
-    ranks = gather_object([mine]) if accelerator.num_processes > 1 else [mine]
-
+    ranks = gather_object([mine])
     return {
         "device": str(accelerator.device),
         "device_name": device_name(accelerator.device),
@@ -401,7 +400,7 @@ def run_on_main(accelerator, function: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
-def run_on_all(accelerator, function: Callable[[], Result]) -> Result:
+def run_on_all(function: Callable[[], Result]) -> Result:
     """What `function` returned on this rank; a UserError on any rank is raised on all, as nobody waits for a rank that left.
 
     One object collective. Servers have disks of their own, so that one alone may lack a file.
@@ -413,12 +412,9 @@ def run_on_all(accelerator, function: Callable[[], Result]) -> Result:
         result = function()
     except UserError as raised:
         error = str(raised)
-    errors = gather_object([(socket.gethostname(), error)]) if accelerator.num_processes > 1 else [("", error)]
-    if errors[0][1] is not None:
-        raise UserError(errors[0][1])
-    for rank, (host, text) in enumerate(errors):
+    for rank, (host, text) in enumerate(gather_object([(socket.gethostname(), error)])):
         if text is not None:
-            raise UserError(f"rank {rank} ({host}): {text}")
+            raise UserError(f"rank {rank} ({host}): {text}" if rank else text)
     return result
 
 

@@ -10,8 +10,9 @@ from sft.machine import knowledge
 PREFIX = re.compile(r"^\s*\[(?:rank|default)(\d+)\]:\s?")
 RANK_INSIDE = re.compile(r"RankID:(\d+)|\[Rank (\d+)\]|^error on rank (\d+)")
 STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[-_ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{3}))?")
+OWN_SENTENCE = re.compile(r"^error(?: on rank \d+)?: .*")  # sft/errors.py
 EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*|^error(?: on rank \d+)?: .*"
+    rf"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*|{OWN_SENTENCE.pattern}"
 )
 LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError")
 

@@ -60,7 +60,7 @@ def describe(settings, manifest, tokenizer, plan, total_steps: int, dtype) -> di
     }  # fmt: skip
 
 
-def check_ranks_alike(accelerator, settings: TrainConfig, provenance: dict) -> None:
+def check_ranks_alike(settings: TrainConfig, provenance: dict) -> None:
     """Refuses servers that would train on different files or with different settings. One object collective.
 
     Nothing else would tell: each rank reads rows and base weights from its own server's disk, and DDP sends only the
@@ -71,7 +71,7 @@ def check_ranks_alike(accelerator, settings: TrainConfig, provenance: dict) -> N
         del mine["model_name_or_path"]
     for name in ("dataset_dir", "output_dir", "resume_from_checkpoint"):
         del mine[name]
-    ranks = gather_object([(socket.gethostname(), mine)]) if accelerator.num_processes > 1 else []
+    ranks = gather_object([(socket.gethostname(), mine)])
     for rank, (host, other) in enumerate(ranks):
         first_host, first = ranks[0]
         for name in sorted(first.keys() | other.keys()):

@@ -136,44 +136,39 @@ def test_two_servers_without_a_shared_disk_give_the_numbers_of_one(
         assert Path(f"{logs[1]}.files").read_text().split() == []  # only the first server writes
 
 
+def refused(folder: Path, servers, commands: list[list], port: int) -> str:
+    """What the first server says when two that start these commands both end with an error."""
+    logs = [folder / f"server-{server.rank}.log" for server in servers]
+    started = [
+        server.launch(None, port, *argv, main_ip=servers[0].address, log=log)
+        for server, argv, log in zip(servers, commands, logs)
+    ]
+    try:
+        assert [process.wait(240) for process in started] == [1, 1]
+    finally:
+        for process in started:
+            kill(process)
+    return logs[0].read_text()
+
+
 def test_servers_with_different_data_sets_are_refused(tmp_path, servers, tiny_model_dir, dataset_dir):
     """Each reads its own disk, so that nothing else would notice."""
     other = tmp_path / "dataset-other"
     rows = write_jsonl(tmp_path / "rows.jsonl", make_rows(380, seed=8))
     must(run_script("data_prep.py", "--input", rows, "--model_name_or_path", tiny_model_dir, "--output_dir", other))
-    logs = [tmp_path / f"server-{rank}.log" for rank in (0, 1)]
-    started = [
-        server.launch(
-            None, 29_619, *arguments(tiny_model_dir, dataset, tmp_path / "run"), main_ip=servers[0].address, log=log
-        )
-        for server, dataset, log in zip(servers, (dataset_dir, other), logs)
-    ]
-    try:
-        assert [process.wait(240) for process in started] == [1, 1]
-    finally:
-        for process in started:
-            kill(process)
+    data_sets = (dataset_dir, other)
+    log = refused(tmp_path, servers, [arguments(tiny_model_dir, data, tmp_path / "run") for data in data_sets], 29_619)
     assert re.search(
         r"error: dataset_sha256 is \w{64} on rank 0 \(.+\) but \w{64} on rank 1 \(.+\); every server needs the same",
-        logs[0].read_text(),
-    ), logs[0].read_text()
+        log,
+    ), log
     assert not (tmp_path / "run").exists()
 
 
 def test_a_server_without_the_data_set_ends_the_others_too(tmp_path, servers, tiny_model_dir, dataset_dir):
-    logs = [tmp_path / f"server-{rank}.log" for rank in (0, 1)]
-    started = [
-        server.launch(
-            None, 29_620, *arguments(tiny_model_dir, dataset, tmp_path / "run"), main_ip=servers[0].address, log=log
-        )
-        for server, dataset, log in zip(servers, (dataset_dir, tmp_path / "nothing"), logs)
-    ]
-    try:
-        assert [process.wait(240) for process in started] == [1, 1]
-    finally:
-        for process in started:
-            kill(process)
-    assert re.search(r"error: rank 1 \(.+\): dataset_dir .*nothing does not exist", logs[0].read_text())
+    data_sets = (dataset_dir, tmp_path / "nothing")
+    log = refused(tmp_path, servers, [arguments(tiny_model_dir, data, tmp_path / "run") for data in data_sets], 29_620)
+    assert re.search(r"error: rank 1 \(.+\): dataset_dir .*nothing does not exist", log)
 
 
 @pytest.mark.slow

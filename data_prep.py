@@ -57,6 +57,7 @@ ROWS_PER_WORKER = 2000  # below that a second process costs more than it brings
 RECIPE_VERSION = 1  # to be raised when the same files and settings make another data set
 SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
 STOP = threading.Event()  # a signal came
+ALL_WRITTEN = threading.Event()  # what is left is a rename and the summary: no signal ends that
 UNFINISHED: list[Path] = []  # what goes when nothing else helps
 INTERRUPTED = "interrupted: nothing was written"
 GIVE_UP_S = 10.0  # an interrupted pool of processes may wait for ever
@@ -568,6 +569,7 @@ def heeding_signals() -> Iterator[None]:
         if STOP.is_set():
             raise KeyboardInterrupt from None
         raise
+    ALL_WRITTEN.set()
     if STOP.is_set():
         raise KeyboardInterrupt
 
@@ -590,6 +592,8 @@ def end_on_signals() -> None:
     def stop(number, frame):
         if os.getpid() != main_process:
             os._exit(1)
+        if ALL_WRITTEN.is_set():
+            return
         STOP.set()
         last_resort = threading.Timer(GIVE_UP_S, abandon)
         last_resort.daemon = True

@@ -236,6 +236,7 @@ def serve(script: str) -> None:
                 continue
             replies.close()
             os.setsid()
+            os.nice(5)  # on busy cores whoever watches a start gets to look, and to act, before it is over
             log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             null = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null, 0), (log, 1), (log, 2)):

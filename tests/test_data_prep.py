@@ -354,9 +354,9 @@ import data_prep, sft.errors
 data_prep.GIVE_UP_S = 1.0
 data_prep.encode_rows = lambda *_: wait_for_ever()
 def wait_for_ever():
-    print("waiting", flush=True)
     while True:
         try:
+            print("waiting", flush=True)
             time.sleep(60)
         except KeyboardInterrupt:
             pass
@@ -368,8 +368,7 @@ sft.errors.run(data_prep.main)
     command += ["--output_dir", tmp_path / "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True, **pipes) as process:
-        while process.stdout.readline() != "waiting\n":
-            pass
+        assert "waiting\n" in iter(process.stdout.readline, "")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1

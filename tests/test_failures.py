@@ -62,7 +62,7 @@ def test_a_signal_to_one_rank_all_or_the_launcher_stops_all_ranks_together(warm,
 
 
 def test_a_second_signal_ends_a_rank_at_once_even_inside_a_collective(warm, arguments, tmp_path):
-    start = warm.start(*arguments(tmp_path / "run"))
+    start = warm.start(*arguments(tmp_path / "run", "--max_steps", "5000", "--save_steps", "5000"))
     wait_until(lambda: steps(tmp_path / "run") >= 1, start)
     waiting, frozen = start.rank_pids()
     os.kill(frozen, signal.SIGSTOP)
@@ -80,16 +80,17 @@ def test_a_second_signal_ends_a_rank_at_once_even_inside_a_collective(warm, argu
     assert checkpoint.directories(tmp_path / "run") == []
 
 
-def test_a_rank_that_dies_ends_the_others_and_the_launcher_within_a_minute(warm, arguments, peace, tmp_path):
+def test_a_rank_that_dies_ends_the_others_and_the_launcher_within_a_minute(warm, arguments, tmp_path):
     run_dir = tmp_path / "run"
-    start = warm.start(*arguments(run_dir))
+    start = warm.start(*arguments(run_dir, "--max_steps", "5000"))
     wait_until(lambda: steps(run_dir) >= 6, start)
     os.kill(start.rank_pids()[1], signal.SIGKILL)
     died = time.monotonic()
     assert start.wait() != 0
     wait_until(lambda: not start.group_lives())
     assert time.monotonic() - died < 60
-    assert [path.name for path in checkpoint.directories(run_dir)] == ["checkpoint-5"]
+    saved = checkpoint.directories(run_dir)
+    assert saved and not any(map(checkpoint.problem, saved))
     assert not messages(start.output) and "Connection closed" not in start.output  # an echo, not the cause
 
 
@@ -118,7 +119,7 @@ def test_ranks_write_their_stacks_and_a_hang_names_the_rank_that_did_not_arrive(
 
 @pytest.mark.slow
 def test_a_rank_that_falls_silent_ends_the_others_within_a_minute(warm, arguments, tmp_path):
-    start = warm.start(*arguments(tmp_path / "run"))
+    start = warm.start(*arguments(tmp_path / "run", "--max_steps", "5000"))
     wait_until(lambda: steps(tmp_path / "run") >= 1, start)
     waiting, frozen = start.rank_pids()
     os.kill(frozen, signal.SIGSTOP)  # as if its server had lost power: nothing closes a connection

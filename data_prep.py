@@ -600,6 +600,11 @@ def end_on_signals() -> None:
         last_resort.start()
         raise KeyboardInterrupt
 
+    def report_unraisable(what):
+        if not STOP.is_set():  # else it is the interrupt, where Python swallows errors (while it forks, say)
+            sys.__unraisablehook__(what)
+
+    sys.unraisablehook = report_unraisable
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
 

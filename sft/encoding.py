@@ -113,7 +113,8 @@ class _Encoder:
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of rendered texts; aliases keep their own ids, see `tokens`."""
         plain = [_TYPED.sub(lambda match: self.names[int(match[1])], text) for text in texts]
-        return [encoding.ids for encoding in self.backend.encode_batch(plain, add_special_tokens=False)]
+        encodings = self.backend.encode_batch_fast(plain, add_special_tokens=False)  # without offsets
+        return [encoding.ids for encoding in encodings]
 
     def tokens(self, ids: list[int]) -> list[int]:
         """The tokenizer's ids for ids that may hold aliases."""
@@ -182,7 +183,7 @@ def encode_dialogues(
     for row, ids in zip(good, encoder.encode(texts[row] for row in good)):
         try:
             labels = _label(encoder, ids, turns[row])
-            results[row] = _fit(encoder.tokens(ids), labels, max_length, on_too_long)
+            results[row] = _fit(encoder.tokens(ids), labels, len(turns[row]), max_length, on_too_long)
         except ValueError as error:
             results[row] = Encoded(reason=str(error))
     return [results[row] for row in range(len(dialogues))]
@@ -245,14 +246,14 @@ def _label(encoder: _Encoder, ids: list[int], turns: list[_Turn]) -> list[int]:
     return labels
 
 
-def _fit(ids: list[int], labels: list[int], max_length: int, on_too_long: str) -> Encoded:
+def _fit(ids: list[int], labels: list[int], answers: int, max_length: int, on_too_long: str) -> Encoded:
     """The row within `max_length` tokens."""
     length = len(ids)
     if length > max_length:
         last = _last_target(labels)
         ids, labels = ids[: last + 1], labels[: last + 1]  # what follows the last target teaches nothing
     if len(ids) <= max_length:
-        return Encoded(ids, labels, length, False, _count_answers(labels))
+        return Encoded(ids, labels, length, False, answers)
     if on_too_long == "drop":
         return Encoded(reason=f"too long: {length} tokens, max_length is {max_length}", full_length=length)
     last = _last_target(labels[:max_length])

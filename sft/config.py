@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import types
 import typing
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from sft.errors import UserError
+from sft.errors import UserError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -92,7 +91,7 @@ class TrainConfig:
         for tracker in self.report_to:
             if tracker not in trackers:
                 raise UserError(
-                    f"report_to: {tracker!r} is not one of {', '.join(trackers)}{_nearest(tracker, trackers)}"
+                    f"report_to: {tracker!r} is not one of {', '.join(trackers)}{did_you_mean(tracker, trackers)}"
                 )
 
 
@@ -100,11 +99,6 @@ def _require(config: Any, name: str, holds, expected: str) -> None:
     value = getattr(config, name)
     if value is not None and not holds(value):
         raise UserError(f"{name} is {value}; it must be {expected}")
-
-
-def _nearest(name: str, names) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _convert(name: str, value: Any, hint: Any, place: str) -> Any:
@@ -226,20 +220,20 @@ def parse(config_type: type[Config], argv: list[str] | None = None, description:
     unknown = [word for word in unknown if word.startswith("--")] or unknown
     if unknown:
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        raise UserError(f"unknown argument {unknown[0]}{_nearest(name, fields)} (--help lists all flags)")
+        raise UserError(f"unknown argument {unknown[0]}{did_you_mean(name, fields)} (--help lists all flags)")
     given = vars(arguments)
     path = given.pop("config", None)
     values = {}
     if path is not None:
         for name, value in read_yaml(path).items():
             if name not in fields:
-                raise UserError(f"{path}: unknown key {name!r}{_nearest(str(name), fields)}")
+                raise UserError(f"{path}: unknown key {name!r}{did_you_mean(str(name), fields)}")
             values[name] = _convert(name, value, hints[name], str(path))
     values.update({name: _convert(name, value, hints[name], "command line") for name, value in given.items()})
     for name, field in fields.items():
         choices = field.metadata.get("choices")
         if choices and name in values and values[name] not in (*choices, None):
-            close = _nearest(str(values[name]), choices)
+            close = did_you_mean(str(values[name]), choices)
             raise UserError(f"{name} is {values[name]!r}; expected one of {', '.join(choices)}{close}")
     missing = [
         name for name, field in fields.items() if name not in values

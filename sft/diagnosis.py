@@ -102,9 +102,11 @@ def check_versions(machine: Machine) -> Iterator[Check]:
             checks.append(fail("torch ↔ torch_npu", f"torch {torch}, torch_npu {npu}", advice))
         if machine.probe.get("cuda_build") or "+cu" in torch:
             advice = f"pip install torch=={plain}+cpu --index-url https://download.pytorch.org/whl/cpu (or from a wheelhouse)"
-            checks.append(
-                fail("torch build", f"torch {torch} is a CUDA build, torch_npu refuses to load beside it", advice)
-            )
+            found = f"torch {torch} is a CUDA build"
+            if version_key(wanted) <= version_key("2.6.0"):  # torch_npu 2.1 and 2.6 were seen to load; 2.13 does not
+                checks.append(warn("torch build", f"{found}, whose CUDA libraries are of no use here", advice))
+            else:
+                checks.append(fail("torch build", f"{found}, torch_npu refuses to load beside it", advice))
     if npu and cann:
         checks.append(_torch_npu_and_cann(npu, cann, file))
     if cann and driver and machine.kind == "npu":

@@ -1,12 +1,13 @@
 """Errors that are meant for people, and how a script ends with one."""
 
+import difflib
 import gc
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class UserError(ValueError):
@@ -22,6 +23,12 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, here_only: bool = False):
         super().__init__(message)
         self.here_only = here_only
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not known: the known one that is most like it, if any."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def run(main: Callable[[], None], interrupted: str = "interrupted") -> None:

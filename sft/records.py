@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from sft.errors import UserError
+from sft.errors import UserError, did_you_mean
 
 FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 PAIRS = [("question", "answer"), ("query", "response"), ("instruction", "output"), ("prompt", "completion")]
@@ -78,7 +78,7 @@ def find_sources(inputs: list[str], file_format: str = "auto") -> list[Source]:
                 )
             sources.append(Source(name, kind, hashed=[name]))
         elif _kind(path) or (path.suffix and path.parent.is_dir()) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-            close = _nearest(path.name, [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else [])
+            close = did_you_mean(path.name, (other.name for other in path.parent.glob("*")))
             raise UserError(f"--input {name}: there is no such file or directory{close}")
         else:
             sources.append(_open_dataset(name, from_disk=False))
@@ -458,11 +458,6 @@ def _shows_nothing(character: str) -> bool:
 def _describe(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return "null" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 class _Folded(dict):

@@ -16,12 +16,14 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
 from sft.device import store_has
+from sft.errors import RunFailed, UserError
 
 BEAT_S = 5.0
 SILENT_S = 30.0  # a rank unheard of for so long, while another waits for it, has died with its server: all end in 60 s
@@ -72,12 +74,25 @@ class Watchdog:
         self.thread.start()
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, error, _) -> None:
+        """Raises: RunFailed in place of an error that came after a request to stop: mostly the echo of a rank's end.
+
+        A launcher that sees one rank die tells the others to stop, and these then find a connection closed.
+        """
         signal.set_wakeup_fd(-1)
         for number, handler in self.handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a library's, set from C
         self.inside.send(b"\0")
         self.thread.join(self.beat_s)
+        explained = isinstance(error, (RunFailed, UserError))
+        if self.world_size > 1 and self.stop_requested and isinstance(error, Exception) and not explained:
+            self._write_stacks("an error after the request to stop", error)
+            _, step, place = self.mark
+            raise RunFailed(
+                f"rank {self.rank} was told to stop and, before it had, met {kind.__name__} in step {step}, {place}: "
+                f"{_first_line(error)}. If a rank had ended before, that is why, and the launcher names it; the traceback is "
+                f"in {self.run_dir}/stack-rank-{self.rank}.txt. {self.last_checkpoint}"
+            ) from error
 
     @property
     def stop_requested(self) -> bool:
@@ -183,16 +198,19 @@ class Watchdog:
         )  # fmt: skip
         os._exit(1)
 
-    def _write_stacks(self, reason: str) -> None:
-        """Appends the Python stacks of all threads to RUN/stack-rank-N.txt; to stderr when that cannot be written."""
+    def _write_stacks(self, reason: str, error: Exception | None = None) -> None:
+        """Appends an error's traceback, or the Python stacks of all threads, to RUN/stack-rank-N.txt; to stderr when that
+        cannot be written."""
         _, step, place = self.mark
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {reason}; step {step}, {place}\n"
+        text += "".join(traceback.format_exception(error)) if error else ""
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             with open(self.run_dir / f"stack-rank-{self.rank}.txt", "a", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
-                faulthandler.dump_traceback(file=file, all_threads=True)
+                if not error:
+                    faulthandler.dump_traceback(file=file, all_threads=True)
                 file.write("\n")
         except OSError:
             print(text, file=sys.stderr, flush=True)

@@ -145,6 +145,11 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(PrepConfig, argv, __doc__)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    for name in config.input:
+        if Path(name).is_dir() and Path(config.output_dir).resolve().is_relative_to(Path(name).resolve()):
+            raise UserError(
+                f"--output_dir {config.output_dir} lies in --input {name}, so that it would be read as rows; choose another"
+            )
     sources = find_sources(config.input, config.format)
     tokenizer = load_tokenizer(config.model_name_or_path, config.trust_remote_code)
     encode_prompt(tokenizer, [{"role": "user", "content": "?"}])  # a tokenizer that cannot do this is refused now

@@ -25,6 +25,19 @@ from sft.machine import GIB, Machine
 NOT_READY = 3  # exit status when the answer is "no"
 
 
+def positive(kind: type):
+    """A type for argparse: numbers above 0."""
+
+    def convert(text: str):
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text}: it must be above 0")
+        return value
+
+    convert.__name__ = "number"  # argparse names it when the text is no number
+    return convert
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the answer as one JSON object")
@@ -36,17 +49,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--accelerate_config", metavar="FILE.yaml", help="launch config (default: the wizard's)")
     parser.add_argument("--model_name_or_path", help="with --estimate: another model than the config's")
     parser.add_argument(
-        "--max_length", type=int, help="with --estimate: tokens per row (default: the data set's, or 512)"
+        "--max_length", type=positive(int), help="with --estimate: tokens per row (default: the data set's, or 512)"
     )
-    parser.add_argument("--deadline_s", type=float, default=60, help="with --collectives: seconds per collective")
-    parser.add_argument("--max_mib", type=int, default=256, help="with --collectives: largest message that is timed")
     parser.add_argument(
-        "--parameters", type=int, default=5_046_272, help="with --collectives: trainable fp32 parameters"
+        "--deadline_s", type=positive(float), default=60, help="with --collectives: seconds per collective"
     )
-    parser.add_argument("--timeout_s", type=float, default=120, help="seconds that a probe of torch or a card may take")
+    parser.add_argument(
+        "--max_mib", type=positive(int), default=256, help="with --collectives: largest message that is timed"
+    )
+    parser.add_argument(
+        "--parameters", type=positive(int), default=5_046_272, help="with --collectives: trainable fp32 parameters"
+    )
+    parser.add_argument(
+        "--timeout_s", type=positive(float), default=120, help="seconds that a probe of torch or a card may take"
+    )
     parser.add_argument("--root", default="/", help="look for CANN, driver and devices under this directory")
     parser.add_argument("--min_shm_gib", type=float, default=1, help="free space that /dev/shm must have")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if sum(map(bool, (args.explain, args.estimate, args.collectives))) > 1 and not args.report:
+        parser.error(
+            "--explain, --estimate and --collectives answer one question each; --report takes several together"
+        )
+    return args
 
 
 def main() -> None:
@@ -127,6 +151,8 @@ def write_report(args: argparse.Namespace) -> None:
     """One markdown file: checks, and estimate and explanation where asked for; nothing that identifies anybody."""
     if not Path(args.report).parent.is_dir():
         raise UserError(f"--report {args.report}: the directory {Path(args.report).parent} is not there; make it first")
+    if Path(args.report).is_dir():
+        raise UserError(f"--report {args.report} is a directory; name a file in it")
     machine, _ = examine(args)
     parts = [("Machine", machine["text"])]
     if args.estimate or args.config:

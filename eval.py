@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/npu_2.yaml eval.py --run_dir outputs/demo/run
 
-Base and adapter score and answer the same held-out rows from one load of the weights. The numbers are the same for any
-number of ranks and any batch size; what has been scored is kept, so that an interrupted evaluation goes on.
+Base and adapter score and answer the same held-out rows from one load of the weights. The numbers are the same, up
+to rounding, for any number of ranks and any batch size; what has been scored is kept, so that an interrupted evaluation goes on.
 """
 
 from sft import device, errors
@@ -24,7 +24,7 @@ import datasets
 import numpy as np
 from tqdm import tqdm
 
-from sft import artifacts, checkpoint, evaluation, metrics, modeling, report
+from sft import artifacts, checkpoint, evaluation, metrics, modeling, origin, report
 from sft.batching import deal_by_tokens
 from sft.config import option, parse
 from sft.errors import RunFailed, UserError
@@ -58,6 +58,8 @@ class EvalConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}; it must be 0 or more")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -126,14 +128,15 @@ def main(argv: list[str] | None = None) -> None:
 def open_run(settings: EvalConfig) -> report.Run:
     """The finished run. Raises: UserError when it is not one, saying what is there, or its base model has changed."""
     run = report.load_run(settings.run_dir)
-    needed = ("provenance.json", "adapter_config.json", "adapter_model.safetensors", "summary.json")
-    missing = [name for name in needed if not (run.directory / name).is_file()]
-    if missing:
-        there = [path.name for path in checkpoint.directories(run.directory)] or ["no checkpoint"]
+    lack = origin.unfinished(run.directory)
+    if lack:
+        there = ", ".join(path.name for path in checkpoint.directories(run.directory)) or "no checkpoint"
         raise UserError(
-            f"{run.directory} is not a finished run: it holds {', '.join(there)} but no {', '.join(missing)}; "
-            "the train.py command that began it goes on from its last checkpoint and finishes it"
+            f"{run.directory} is not a finished run: {lack} ({there} there); the train.py command that began it goes on "
+            "from its last checkpoint and finishes it"
         )
+    if "model_name_or_path" not in run.config or "model_sha256" not in run.provenance:
+        raise UserError(f"config.json or provenance.json in {run.directory} is damaged; copy the run again")
     model_name = settings.model_name_or_path or run.config["model_name_or_path"]
     found, trained_on = artifacts.model_sha256(model_name), run.provenance["model_sha256"]
     if found and trained_on and found != trained_on:

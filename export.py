@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -137,7 +137,10 @@ def read_run(directory: Path) -> tuple[LoraConfig, dict[str, tuple[Tensor, Tenso
     plain = isinstance(lora, LoraConfig) and not (
         lora.use_dora or lora.fan_in_fan_out or lora.rank_pattern or lora.alpha_pattern or lora.modules_to_save
     )
-    tensors = load_file(str(file))
+    try:
+        tensors = load_file(str(file))
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}); export a checkpoint of the run instead") from error
     pattern = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
     names = [match for name in tensors if (match := pattern.fullmatch(name))]
     if not plain or len(names) != len(tensors):

@@ -59,6 +59,7 @@ def fine_tune(settings: TrainConfig, run_dir: Path, accelerator) -> None:
         f"{plan.world_size} ranks on {accelerator.device.type}: {plan.steps_per_epoch} steps an epoch, {total_steps} in all."
     )
     origin.check_ranks_alike(settings, provenance)
+    known = origin.is_run(run_dir)
     resumed = device.run_on_main(accelerator, lambda: origin.find_progress(settings, run_dir, provenance, total_steps))
     if resumed == "complete":
         accelerator.print(
@@ -100,7 +101,7 @@ def fine_tune(settings: TrainConfig, run_dir: Path, accelerator) -> None:
         accelerator.print(f"Going on from {resumed.path} after step {first_step} of {total_steps}.")
 
     environment = device.describe(accelerator)
-    device.run_on_main(accelerator, lambda: origin.begin_run(settings, run_dir, provenance, environment))
+    device.run_on_main(accelerator, lambda: origin.begin_run(settings, run_dir, provenance, environment, known))
     rank, ranks = accelerator.process_index, accelerator.num_processes
     saved = origin.last_checkpoint(resumed.path if resumed else None)
     with Watchdog(run_dir, rank, ranks, settings.ddp_timeout, saved) as watchdog:
@@ -142,6 +143,8 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
         run.evaluate(0)
     last_step = min(run.total_steps, settings.stop_at_step or run.total_steps)
     if first_step >= last_step:
+        if first_step < run.total_steps:
+            accelerator.print(f"Already at step {first_step}, stop_at_step is {last_step}: nothing to do.")
         return first_step == run.total_steps
     batches = iter(loader)
     model.train()
@@ -189,7 +192,7 @@ def train(run: "Run", loader: DataLoader, train_rows, first_step: int) -> bool:
         if stopping and done < run.total_steps:
             accelerator.print(
                 f"Stopped after step {done} of {run.total_steps}; everything is in {run.run_dir / f'checkpoint-{done}'}. "
-                f"{how_to_go_on(settings)}"
+                f"{how_to_go_on(settings, done)}"
             )
             return False
     return True
@@ -292,7 +295,8 @@ class Run:
             f"step {step + 1}: Σ loss per rank is {ranks[:, 0].tolist()}, gradient norm {ranks[0, 1]}; not finite on rank "
             f"{', '.join(map(str, bad))}. The optimizer was not touched. Rows {rows} (ids "
             f"{', '.join(train_rows[row]['id'] for row in rows)}) of {[int(self.plan.lengths[row]) for row in rows]} tokens are "
-            f"in {path}. {self.watchdog.last_checkpoint}. Look at the rows; lower learning_rate or use dtype: float32"
+            f"in {path}. {self.watchdog.last_checkpoint}. Look at the rows; lower learning_rate"
+            f"{'' if self.provenance['base_dtype'] == 'float32' else ' or use dtype: float32'}"
         )
 
 
@@ -419,8 +423,10 @@ def exchange(accelerator, nll_sum: torch.Tensor, grad_norm: torch.Tensor, stop: 
     return accelerator.gather(mine[None]).double().cpu().numpy()
 
 
-def how_to_go_on(settings: TrainConfig) -> str:
-    """Words for the command that continues a run which these settings started."""
+def how_to_go_on(settings: TrainConfig, done: int) -> str:
+    """Words for the command that continues a run which these settings started and which has stopped after step `done`."""
+    if settings.stop_at_step and done >= settings.stop_at_step:
+        return "The same command without stop_at_step goes on from there."
     if settings.overwrite_output_dir:
         return "The same command without overwrite_output_dir goes on from there."
     if settings.resume_from_checkpoint != "auto":
@@ -448,6 +454,12 @@ def finish(run: Run, sizes: tuple[int, int, int]) -> None:
         metrics = read_metrics(run_dir)
         losses = [record["loss"] for record in metrics if "loss" in record]
         held_out = [record["eval_loss"] for record in metrics if "eval_loss" in record]
+        if not losses:
+            raise UserError(
+                f"{run_dir / 'metrics.jsonl'} was lost: copy it back, or begin anew with overwrite_output_dir"
+            )
+        if metrics[0]["step"] > run.settings.logging_steps:  # lost on the way: its first line is not the run's first
+            losses, held_out = losses[-1:], held_out[-1:]
         tokens = sum(int(run.plan.lengths[run.plan.rows(step)].sum()) for step in range(run.total_steps))
         summary = {
             "world_size": accelerator.num_processes,
@@ -471,6 +483,7 @@ def finish(run: Run, sizes: tuple[int, int, int]) -> None:
             "train_time_s": run.train_time_s,
             "tokens_per_s": tokens / run.train_time_s,
             "peak_memory_bytes": peaks,
+            "adapter_sha256": artifacts.sha256_file(run_dir / "adapter_model.safetensors"),
         }
         with artifacts.explained_writing(run_dir / "loss.png"):
             plot_loss(metrics, run_dir / "loss.png")

@@ -194,6 +194,8 @@ def new_directory(path: str | Path, replace: bool = False) -> Iterator[Path]:
                 else:
                     sync_directory(file)
             sync_directory(temporary)
+            if path.exists() and not replace:
+                raise UserError(f"{path} has been made meanwhile by somebody else; choose another directory")
             if path.exists():
                 old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old-"))
                 os.replace(path, old / path.name)

@@ -169,6 +169,8 @@ def start(
     use_cpu = promise.kind == "cpu" if promise else not any_card()
     if not use_cpu and promise and not any_card():
         check_launch(promise, "cpu", int(os.environ.get("WORLD_SIZE", "1")))
+    if not use_cpu:
+        check_cards(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # Not Accelerate's own cpu:N, to which `.to` copies a model whose pages the ranks would else share; and torch 2.1 has no
     # torch.cpu.set_device, which Accelerate would call (accelerate 1.15, state.py).
     with patch_environment(**({"ACCELERATE_TORCH_DEVICE": "cpu"} if use_cpu else {})):
@@ -275,6 +277,21 @@ def any_card() -> bool:
     from accelerate.utils import is_npu_available
 
     return is_npu_available() or torch.cuda.is_available()
+
+
+def check_cards(processes: int) -> None:
+    """Refuses more processes on this server than cards that they see. Raises: UserError."""
+    import torch
+    from accelerate.utils import is_npu_available
+
+    cards = torch.npu.device_count() if is_npu_available() else torch.cuda.device_count()
+    if processes > cards:
+        names = ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+        shown = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+        raise UserError(
+            f"{processes} processes on this server but {cards} {'card is' if cards == 1 else 'cards are'} visible"
+            f"{f' ({shown})' if shown else ''}; make as many visible, or give accelerate launch --num_processes {cards}"
+        )
 
 
 def _prepare_npu(ddp_timeout: int) -> None:

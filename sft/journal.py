@@ -46,6 +46,16 @@ class Journal:
         if not self.is_main:
             return
         kept = [record for record in read_metrics(run_dir) if first_step and record["step"] <= first_step]
+        there = {record["step"] for record in kept if "loss" in record}
+        missing = [
+            step for step in range(1, first_step + 1) if step % settings["logging_steps"] == 0 and step not in there
+        ]
+        if missing:
+            print(
+                f"warning: {self.path} lacks {len(missing)} of the {first_step} steps trained before, the first is {missing[0]}; "
+                "plots and reports go without them",
+                file=sys.stderr,
+            )
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         plain = {
             key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()

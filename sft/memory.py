@@ -175,6 +175,9 @@ def estimate_run(
         raise UserError("--estimate needs --config FILE.yaml or --model_name_or_path")
     settings = parse(TrainConfig, argv + (["--model_name_or_path", model] if model else []))
     launch = read_yaml(accelerate_config) if accelerate_config else {"mixed_precision": "bf16"}
+    processes = launch.get("num_processes", 1)
+    if not isinstance(processes, int) or processes < 1:
+        raise UserError(f"{accelerate_config}: num_processes is {processes}; expected a number from 1 on")
     plan, assumptions = read_plan(settings, launch, max_length)
     config = read_model_config(settings.model_name_or_path)
     parts = estimate(config, plan)

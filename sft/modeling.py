@@ -219,6 +219,11 @@ def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = Fal
                 for name in trainable_parameters(model):
                     place(model, name, stored[name.replace(".default.", ".")].float())
             return model
+        except SafetensorError as error:
+            raise UserError(
+                f"adapter {name_or_path}: adapter_model.safetensors is damaged ({error}); copy it again, or take the one in "
+                "the run's newest checkpoint"
+            ) from error
         except RuntimeError as error:  # size mismatch, from load_state_dict
             raise UserError(
                 f"adapter {name_or_path} does not fit the base model: {str(error).splitlines()[-1].strip()}"

@@ -110,7 +110,19 @@ def find_progress(settings: TrainConfig, run_dir: Path, provenance: dict, total_
     found = checkpoint.newest(run_dir, warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
     if found:
         refuse_another_run(found.progress["provenance"], provenance, f"checkpoint {found.path}")
-    return "complete" if found and found.step >= total_steps and (run_dir / "summary.json").is_file() else found
+    return "complete" if found and found.step >= total_steps and not unfinished(run_dir) else found
+
+
+def unfinished(run_dir: Path) -> str:
+    """What a run's directory lacks of a finished run's results, in words; "" when nothing."""
+    names = ("provenance.json", "adapter_config.json", "adapter_model.safetensors", "summary.json")
+    missing = [name for name in names if not (run_dir / name).is_file()]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    found = artifacts.sha256_file(run_dir / "adapter_model.safetensors")
+    if artifacts.read_json(run_dir / "summary.json").get("adapter_sha256", found) != found:
+        return "its adapter_model.safetensors is damaged or not the one that it wrote"
+    return ""
 
 
 def is_run(directory: Path) -> bool:
@@ -133,9 +145,14 @@ def refuse_another_run(before: dict, now: dict, place: str) -> None:
         )
 
 
-def begin_run(settings: TrainConfig, run_dir: Path, provenance: dict, environment: dict) -> None:
-    """Makes the run directory and writes what the run is made from and on."""
+def begin_run(settings: TrainConfig, run_dir: Path, provenance: dict, environment: dict, known: bool) -> None:
+    """Makes the run directory and writes what the run is made from and on.
+
+    known: whether it held a run when `find_progress` looked. Raises: UserError when another process has begun one since.
+    """
     checkpoint.claim(run_dir)
+    if is_run(run_dir) and not known:
+        raise UserError(f"another train.py has run in {run_dir} meanwhile; the same command goes on from there")
     checkpoint.remove_leftovers(run_dir)
     with artifacts.explained_writing(run_dir):
         if settings.overwrite_output_dir:

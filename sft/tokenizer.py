@@ -36,6 +36,8 @@ def explained_loading(what: str, name_or_path: str):
         )
     try:
         yield
+    except UserError:  # a sentence already
+        raise
     except ImportError as error:  # flash attention, mostly
         raise UserError(
             f"{what} {name_or_path} needs a package that is not here: {str(error).strip().splitlines()[0]}; install it, or "

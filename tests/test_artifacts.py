@@ -48,6 +48,9 @@ def test_replacing_a_directory_keeps_the_old_one_until_the_new_is_complete(tmp_p
     with artifacts.new_directory(target, replace=True) as temporary:
         (temporary / "new").write_text("x")
     assert [p.name for p in target.iterdir()] == ["new"]
+    with pytest.raises(UserError, match="has been made meanwhile"), artifacts.new_directory(tmp_path / "race"):
+        (tmp_path / "race").mkdir()
+    (tmp_path / "race").rmdir()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

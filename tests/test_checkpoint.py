@@ -81,6 +81,37 @@ def test_dropout_is_the_same_after_a_resume_to_the_bit(warm, arguments, tmp_path
     assert [record["step"] for record in numbers(tmp_path / "cut")] == [0, 3, 4, 6, 8, 8]  # stopping adds no record
 
 
+def test_a_damaged_adapter_of_a_finished_run_is_written_again(warm, arguments, peace, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(peace, run_dir)
+    file = run_dir / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    status, output = warm.run(*arguments(run_dir))
+    assert status == 0 and "Going on from" in output and "Done: " in output
+    assert adapter(run_dir) == adapter(peace) and numbers(run_dir) == numbers(peace)
+    status, output = warm.run(*arguments(run_dir))
+    assert status == 0 and "is complete at step 20" in output
+
+
+def test_a_run_stopped_where_it_was_told_to_says_so(warm, arguments, tmp_path):
+    run_dir = tmp_path / "run"
+    output = warm.run(*arguments(run_dir, "--stop_at_step", "2"))[1]
+    assert "The same command without stop_at_step goes on from there." in output
+    output = warm.run(*arguments(run_dir, "--stop_at_step", "2"))[1]
+    assert "Already at step 2, stop_at_step is 2: nothing to do." in output
+
+
+def test_lost_metrics_are_told_and_no_later_loss_is_called_the_first(warm, arguments, tmp_path):
+    run_dir = tmp_path / "run"
+    assert warm.run(*arguments(run_dir, "--stop_at_step", "7"))[0] == 0
+    (run_dir / "metrics.jsonl").unlink()
+    status, output = warm.run(*arguments(run_dir))
+    assert status == 0, output
+    assert "metrics.jsonl lacks 7 of the 7 steps trained before, the first is 1; plots and reports go" in output
+    summary = artifacts.read_json(run_dir / "summary.json")
+    assert summary["first_loss"] == summary["last_loss"] and summary["first_eval_loss"] == summary["eval_loss"]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(warm, arguments, peace, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(peace, run_dir)

@@ -329,6 +329,14 @@ def test_wrong_settings_are_one_message(tiny_tokenizer_dir, tmp_path, flags, mes
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_output_inside_the_input_is_refused(tiny_tokenizer_dir, tmp_path):
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "qa.jsonl", make_rows(5))
+    words = ["--model_name_or_path", tiny_tokenizer_dir, "--output_dir", tmp_path / "in" / "out"]
+    wrong = run_script("data_prep.py", "--input", tmp_path / "in", *words)
+    assert wrong.returncode == 2 and "so that it would be read as rows" in wrong.stderr
+
+
 def test_holding_everything_out_is_refused(prepare):
     with pytest.raises(UserError, match="all 1 usable rows would be held out"):
         prepare(DATA / "messages.jsonl", eval_fraction=0.9)

@@ -819,3 +819,24 @@ def test_report_holds_everything_and_no_secret(tmp_path):
         assert title in text
     for secret in ("hf_abc", "10.20.30.40", f"host {socket.gethostname()}"):
         assert secret not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--estimate", "--max_length", "-5"], "--max_length: -5: it must be above 0"),
+        (["--collectives", "--deadline_s", "0"], "--deadline_s: 0: it must be above 0"),
+        (["--estimate", "--explain", "log"], "answer one question each"),
+        (["--report", "."], "--report . is a directory; name a file in it"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(flags, words):
+    result = run_script("doctor.py", *flags)
+    assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_an_estimate_for_no_number_of_processes_is_refused(tiny_model_dir, tmp_path):
+    write(tmp_path / "launch.yaml", "distributed_type: MULTI_NPU\nnum_processes: many\n")
+    flags = ["--model_name_or_path", tiny_model_dir, "--accelerate_config", tmp_path / "launch.yaml"]
+    result = run_script("doctor.py", "--estimate", *flags)
+    assert result.returncode == 2 and "num_processes is many; expected a number" in result.stderr

@@ -145,6 +145,9 @@ def test_untrained_adapter_is_told(run_copy, capsys):
     tensors = load_file(str(run_copy / "adapter_model.safetensors"))
     zeroed = {name: tensor * ("lora_B" not in name) for name, tensor in tensors.items()}
     save_file(zeroed, str(run_copy / "adapter_model.safetensors"), metadata={"format": "pt"})
+    summary = json.loads((run_copy / "summary.json").read_text())
+    del summary["adapter_sha256"]
+    (run_copy / "summary.json").write_text(json.dumps(summary))
     main(["--run_dir", str(run_copy), "--limit", "5", "--max_new_tokens", "4"])
     assert "warning: the adapter changes nothing" in capsys.readouterr().err
     report = read_report(run_copy / "eval")
@@ -224,6 +227,10 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
     elif case == "unfinished":
         for name in ("adapter_model.safetensors", "adapter_config.json", "summary.json"):
             (run / name).unlink()
+    elif case == "damaged adapter":
+        (run / "adapter_model.safetensors").write_bytes(b"")
+    elif case == "damaged settings":
+        (run / "config.json").write_text("{}")
     elif case == "no data set":
         shutil.rmtree(dataset)
     elif case == "lost data set":
@@ -247,20 +254,25 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
         arguments += ["--output_dir", str(run)]
     elif case == "no rows":
         arguments += ["--limit", "0"]
+    elif case == "negative seed":
+        arguments += ["--seed", "-1"]
     return arguments
 
 
 REFUSALS = {
     "no run": r"run is not a run directory: it holds no config\.json",
-    "unfinished": r"is not a finished run: it holds checkpoint-\d+, checkpoint-91 but no adapter_config\.json, "
-    r"adapter_model\.safetensors, summary\.json; the train\.py command that began it",
+    "unfinished": r"is not a finished run: it has no adapter_config\.json, adapter_model\.safetensors, "
+    r"summary\.json \(checkpoint-\d+, checkpoint-91 there\); the train\.py command that began it",
     "no data set": r"data does not exist",
+    "damaged adapter": r"its adapter_model.safetensors is damaged .* goes on from its last checkpoint and finishes it",
+    "damaged settings": r"config.json or provenance.json in .* is damaged; copy the run again",
     "lost data set": r"moved, is not there .*; give its place with --dataset_dir",
     "nothing held out": r"holds no rows out \(it was made with eval_fraction 0 .*give another with --dataset_dir",
     "other data set": r"is not the data set that .* was trained on \(dataset_sha256 000000000000….*--allow_other_dataset",
     "other template": r"data was made with another template than .* has",
     "other base model": r"is not the base model that .* the run's is 000000000000…\).*--model_name_or_path",
     "occupied": r"output_dir .*run holds .* but no evaluation; choose another directory",
+    "negative seed": r"seed is -1; it must be 0 or more",
     "no rows": r"limit is 0; it must be at least 1",
 }
 

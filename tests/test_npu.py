@@ -52,6 +52,14 @@ def test_each_rank_has_its_own_card_over_hccl(two_cards_dir, npu_environment):
         assert "simulated Ascend" in (two_cards_dir / "README.md").read_text()
 
 
+def test_more_processes_than_visible_cards_are_refused(tmp_path, tiny_model_dir, dataset_dir, npu_environment):
+    one = {**npu_environment, "ASCEND_RT_VISIBLE_DEVICES": "0"}
+    result = train("npu_2", tiny_model_dir, dataset_dir, tmp_path / "run", env=one)
+    assert result.returncode != 0 and not (tmp_path / "run").exists()
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "2 processes on this server but 1 card is visible (ASCEND_RT_VISIBLE_DEVICES=0)" in line
+
+
 def test_two_cards_in_fp32_give_the_numbers_of_one_cpu_process(two_cards_dir, tiny_run_dir):
     assert_same_numbers(tiny_run_dir, two_cards_dir)
 

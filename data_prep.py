@@ -139,17 +139,17 @@ class PrepConfig:
             )
         if self.num_proc is not None and self.num_proc < 1:
             raise UserError(f"num_proc is {self.num_proc}; expected at least 1")
+        for name in self.input:
+            if Path(name).is_dir() and Path(self.output_dir).resolve().is_relative_to(Path(name).resolve()):
+                raise UserError(
+                    f"--output_dir {self.output_dir} lies in --input {name}, so that it would be read as rows; choose another"
+                )
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse(PrepConfig, argv, __doc__)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    for name in config.input:
-        if Path(name).is_dir() and Path(config.output_dir).resolve().is_relative_to(Path(name).resolve()):
-            raise UserError(
-                f"--output_dir {config.output_dir} lies in --input {name}, so that it would be read as rows; choose another"
-            )
     sources = find_sources(config.input, config.format)
     tokenizer = load_tokenizer(config.model_name_or_path, config.trust_remote_code)
     encode_prompt(tokenizer, [{"role": "user", "content": "?"}])  # a tokenizer that cannot do this is refused now

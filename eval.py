@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from sft import artifacts, checkpoint, evaluation, metrics, modeling, origin, report
 from sft.batching import deal_by_tokens
-from sft.config import option, parse
+from sft.config import option, parse, require
 from sft.errors import RunFailed, UserError
 from sft.tokenizer import load_tokenizer
 
@@ -55,11 +55,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_new_tokens", "limit", "ddp_timeout"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}; it must be at least 1")
-        if self.seed < 0:
-            raise UserError(f"seed is {self.seed}; it must be 0 or more")
+            require(self, name, lambda value: value >= 1, "at least 1")
+        require(self, "seed", lambda value: value >= 0, "0 or more")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from sft import artifacts, config, modeling
 from sft.batching import collate
 from sft.card import merged_card
-from sft.config import option
+from sft.config import option, require
 from sft.encoding import encode_prompt
 from sft.errors import RunFailed, UserError
 from sft.tokenizer import load_tokenizer
@@ -60,8 +60,7 @@ class ExportConfig:
     private: bool = option(True, "make the hub repository private when it does not exist yet")
 
     def __post_init__(self) -> None:
-        if self.max_shard_size_bytes < 1:
-            raise UserError(f"max_shard_size_bytes is {self.max_shard_size_bytes}; it must be at least 1")
+        require(self, "max_shard_size_bytes", lambda value: value >= 1, "at least 1")
         if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
             raise UserError(f"push_to_hub is {self.push_to_hub!r}; expected a repository name: owner/name")
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,14 +78,14 @@ class TrainConfig:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_steps",
                      "lora_r", "lora_alpha", "pad_to_multiple_of", "logging_steps", "eval_steps", "save_steps",
                      "save_total_limit", "stop_at_step", "ddp_timeout"):  # fmt: skip
-            _require(self, name, lambda value: value >= 1, "at least 1")
+            require(self, name, lambda value: value >= 1, "at least 1")
         for name in ("learning_rate", "num_train_epochs"):
-            _require(self, name, lambda value: 0 < value < float("inf"), "above 0")
+            require(self, name, lambda value: 0 < value < float("inf"), "above 0")
         for name in ("weight_decay", "max_grad_norm", "loss_chunk_tokens", "seed"):
-            _require(self, name, lambda value: 0 <= value < float("inf"), "0 or more")
-        _require(self, "seed", lambda value: value < 1 << 63, "below 2^63")
+            require(self, name, lambda value: 0 <= value < float("inf"), "0 or more")
+        require(self, "seed", lambda value: value < 1 << 63, "below 2^63")
         for name in ("lora_dropout", "warmup_ratio"):
-            _require(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+            require(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
         if not self.target_modules:
             raise UserError("target_modules is empty; name at least one linear layer, for example q_proj")
         trackers = ("tensorboard", "wandb", "swanlab", "trackio", "none")
@@ -95,7 +96,8 @@ class TrainConfig:
                 )
 
 
-def _require(config: Any, name: str, holds, expected: str) -> None:
+def require(config: Any, name: str, holds: Callable[[Any], bool], expected: str) -> None:
+    """Checks a setting that is not None. Raises: UserError with the name, the value and what was expected."""
     value = getattr(config, name)
     if value is not None and not holds(value):
         raise UserError(f"{name} is {value}; it must be {expected}")

@@ -77,7 +77,7 @@ define install_stack # python, environment; x86 wheels of torch bring CUDA libra
 endef
 
 wheelhouse:
-	@$(PYTHON) sft/wheelhouse.py collect wheelhouse $(PYTHON_VERSION) $(ARCH) $(REQUIREMENTS)
+	@$(PYTHON) tools/wheelhouse.py collect wheelhouse $(PYTHON_VERSION) $(ARCH) $(REQUIREMENTS)
 
 bench: $(VENV)/development $(MODEL)/config.json
 	@$(BIN)/python benchmarks/step_time.py
@@ -99,10 +99,10 @@ test-slow: $(VENV)/development
 setup: $(VENV)/runtime
 
 verify-wheelhouse:
-	@$(PYTHON) sft/wheelhouse.py verify $(WHEELHOUSE)
+	@$(PYTHON) tools/wheelhouse.py verify $(WHEELHOUSE)
 
 $(VENV)/made: | $(if $(WHEELHOUSE),verify-wheelhouse)
-	@$(PYTHON) sft/prerequisites.py 4
+	@$(PYTHON) tools/prerequisites.py 4
 	@echo "== making the environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
@@ -118,7 +118,7 @@ $(VENV)/development: $(VENV)/runtime requirements-dev.txt requirements-bench.txt
 	@touch $@
 
 $(MODEL)/config.json: | $(VENV)/runtime
-	@$(BIN)/python -m sft.embedded $(MODEL)
+	@$(BIN)/python -m tools.embedded_model $(MODEL)
 
 clean:
 	rm -rf $(VENV) models outputs .cache

@@ -18,9 +18,9 @@ import signal
 import sys
 from pathlib import Path
 
-from sft import diagnosis, failures
+from doctor import checks, explanations
+from doctor.machine import GIB, Machine
 from sft.errors import UserError, run
-from sft.machine import GIB, Machine
 
 NOT_READY = 3  # exit status when the answer is "no"
 
@@ -79,7 +79,7 @@ def main() -> None:
         if path and not Path(path).is_file():
             raise UserError(f"{path} is not there; give the path of an existing YAML file")
     if args.collectives:
-        from sft.collectives import check_collectives
+        from doctor.collectives import check_collectives
 
         sys.exit(0 if check_collectives(args.deadline_s, args.max_mib, args.parameters) else NOT_READY)
     if args.report:
@@ -100,10 +100,10 @@ def examine(args: argparse.Namespace) -> tuple[dict, bool]:
         root=Path(args.root), accelerate_config=args.accelerate_config, train_config=args.config,
         timeout_s=args.timeout_s, min_shm_bytes=int(args.min_shm_gib * GIB),
     )  # fmt: skip
-    checks = diagnosis.examine(machine)
-    verdict = diagnosis.verdict(machine, checks)
+    results = checks.examine(machine)
+    verdict = checks.verdict(machine, results)
     lines = []
-    for check in checks:
+    for check in results:
         lines.append(f"{check.status:4}  {check.name}: {check.found}")
         if check.remedy:
             lines.append(f"      → {check.remedy}")
@@ -111,10 +111,10 @@ def examine(args: argparse.Namespace) -> tuple[dict, bool]:
         "verdict": verdict,
         "kind": machine.kind,
         "versions": machine.versions,
-        "checks": [dataclasses.asdict(check) for check in checks],
+        "checks": [dataclasses.asdict(check) for check in results],
         "text": "\n".join([*lines, "", f"Verdict: {verdict}"]),
     }
-    return answer, not any(check.status == "FAIL" for check in checks)
+    return answer, not any(check.status == "FAIL" for check in results)
 
 
 def explain(path: str) -> dict:
@@ -125,7 +125,7 @@ def explain(path: str) -> dict:
         log = Path(path).read_text(encoding="utf-8", errors="replace")
     else:
         raise UserError(f"the log {path} is no file; give a file, or - and pipe the log in")
-    answer = failures.explain(log)
+    answer = explanations.explain(log)
     rank = "" if answer["rank"] is None else f", rank {answer['rank']}"
     place = f" (line {answer['line']}{rank})" if answer["line"] else rank
     lines = [f"First failure{place}: {answer['message']}"]
@@ -133,7 +133,7 @@ def explain(path: str) -> dict:
         follows = "  [usually a consequence of another rank's failure]" if row.get("consequence") else ""
         lines += ["", f"{row['id']}, line {row['line']}, seen {row['count']} ×{follows}",
                   f"  means   {row['meaning']}", f"  check   {row['check']}", f"  source  {row['source']}"]  # fmt: skip
-    if failures.OWN_SENTENCE.match(answer["message"]) and not answer["failures"]:
+    if explanations.OWN_SENTENCE.match(answer["message"]) and not answer["failures"]:
         lines += ["", "That is this program's own sentence: it names the reason, and mostly the remedy."]
     elif answer["line"] and not answer["failures"]:
         lines += ["", "Not a known failure. On Ascend the reason is often in ~/ascend/log/debug/plog; "
@@ -142,7 +142,7 @@ def explain(path: str) -> dict:
 
 
 def estimate(args: argparse.Namespace) -> dict:
-    from sft.memory import estimate_run
+    from doctor.memory import estimate_run
 
     return estimate_run(args.config, args.accelerate_config, args.model_name_or_path, args.max_length)
 
@@ -165,7 +165,7 @@ def write_report(args: argparse.Namespace) -> None:
             parts.append((title, Path(path).read_text(encoding="utf-8")))
     text = "\n\n".join(f"## {title}\n\n```\n{body.strip()}\n```" for title, body in parts)
     keep = tuple(machine["versions"].values())
-    Path(args.report).write_text(failures.mask(f"# Doctor's report\n\n{text}\n", keep), encoding="utf-8")
+    Path(args.report).write_text(explanations.mask(f"# Doctor's report\n\n{text}\n", keep), encoding="utf-8")
     print(f"wrote {args.report}: {machine['verdict']}")
 
 

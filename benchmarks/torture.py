@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.warm import Start, WarmServer  # noqa: E402
 from sft.artifacts import sha256_file  # noqa: E402
 from sft.journal import read_metrics  # noqa: E402
+from tools.warm import Start, WarmServer  # noqa: E402
 
 SETTINGS = (
     "--max_steps", "30", "--save_steps", "3", "--eval_steps", "10", "--global_batch_size", "4", "--lora_dropout", "0.1",

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
-from sft import machine
 from sft.artifacts import library_versions
 from sft.errors import UserError
+from sft.simulation import is_simulated_home
 
 Result = TypeVar("Result")
 
@@ -356,8 +355,7 @@ def is_sharded(accelerator) -> bool:
 
 def is_simulated(device) -> bool:
     """Whether CANN here is the test suite's simulation, which marks its home directory. Never a run on hardware."""
-    home = os.environ.get("ASCEND_HOME_PATH")
-    return device.type == "npu" and bool(home) and machine.is_simulated(Path(home))
+    return device.type == "npu" and is_simulated_home(os.environ.get("ASCEND_HOME_PATH"))
 
 
 def describe(accelerator) -> dict:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.warm import WarmServer
 from tests import tiny
 from tests.sim_ascend.fixtures import npu_environment, simulated_environment  # noqa: F401
+from tools.warm import WarmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {

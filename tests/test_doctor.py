@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -13,14 +14,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import doctor
-from sft import diagnosis, failures, memory, modeling
-from sft import machine as seen
+from doctor import checks, explanations, memory
+from doctor import machine as seen
+from doctor.machine import Machine, knowledge, version_key
+from sft import modeling
 from sft.batching import collate
 from sft.config import TrainConfig, parse, read_yaml
 from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT, torch_version
 from sft.errors import UserError
-from sft.machine import Machine, knowledge, version_key
 from tests import sim_ascend
 from tests.conftest import ROOT, launch, run_script
 from tests.sim_ascend.build import Unavailable, install_wheel
@@ -46,6 +47,7 @@ SMI = """\
 | No running processes found in NPU 1                                                            |
 +===========================+===============+====================================================+
 """
+SCRIPT = runpy.run_path(str(ROOT / "doctor.py"))  # by its path: `import doctor` means the package
 
 
 def write(path: Path, text: str, mode: int = 0o644) -> Path:
@@ -93,9 +95,9 @@ def server(tmp_path, monkeypatch):
     return build
 
 
-def one(checks, name):
+def one(results, name):
     """The only check of that name."""
-    (check,) = [check for check in checks if check.name == name]
+    (check,) = [check for check in results if check.name == name]
     return check
 
 
@@ -114,20 +116,20 @@ def test_driver_24_goes_with_cann_8_0(server):
     machine = server(driver="24.1.0.3", cann="8.0.1")
     assert machine.versions["driver"] == "24.1.0.3" and machine.versions["firmware"] == "7.5.0.5.220"
     assert machine.versions["cann"] == "8.0.1" and machine.kind == "npu"
-    check = one(diagnosis.check_versions(machine), "CANN ↔ driver")
+    check = one(checks.check_versions(machine), "CANN ↔ driver")
     assert (check.status, check.found) == ("ok", "CANN 8.0.1, driver 24.1.0.3")
 
 
 def test_driver_24_with_cann_9_and_vllm_ascend_is_explained(server):
     machine = server(driver="24.1.0.3", cann="9.0.0")
     machine.versions |= {"vllm-ascend": "0.23.0", "torch": "2.1.0", "torch_npu": "2.1.0.post17"}
-    checks = list(diagnosis.check_versions(machine))
-    driver = one(checks, "CANN ↔ driver")
+    results = list(checks.check_versions(machine))
+    driver = one(results, "CANN ↔ driver")
     assert driver.status == "FAIL"
     assert "driver 24.1.0.3 is made for CANN 8.0: take that CANN and requirements-cann8.txt" in driver.remedy
     assert "drvRet=87" in driver.remedy and "vLLM-Ascend" in driver.remedy
-    assert one(checks, "vllm-ascend ↔ torch").status == "FAIL"
-    assert one(checks, "torch_npu ↔ CANN").remedy.startswith("torch_npu 2.1.0.post17 goes with CANN 8.1, 8.2, 8.3")
+    assert one(results, "vllm-ascend ↔ torch").status == "FAIL"
+    assert one(results, "torch_npu ↔ CANN").remedy.startswith("torch_npu 2.1.0.post17 goes with CANN 8.1, 8.2, 8.3")
 
 
 @pytest.mark.parametrize(("torch_npu", "status"), [("2.1.0.post10", "ok"), ("2.1.0.post17", "FAIL")])
@@ -135,7 +137,7 @@ def test_torch_npu_that_does_not_copy_with_cann_8_0_fails(server, torch_npu, sta
     """From post12 on it refuses non-blocking copies when CANN is older than 8.1.RC1 (tests/sim_ascend/README.md)."""
     machine = server(driver="24.1.0.3", cann="8.0.1")
     machine.versions |= {"torch": "2.1.0+cpu", "torch_npu": torch_npu}
-    check = one(diagnosis.check_versions(machine), "torch_npu ↔ CANN")
+    check = one(checks.check_versions(machine), "torch_npu ↔ CANN")
     assert check.status == status
     assert status == "ok" or check.remedy.endswith("take requirements-cann8.txt")
 
@@ -157,7 +159,7 @@ def test_each_cann_names_its_requirements_file(server):
 def test_torch_and_torch_npu_of_different_versions_fail(server):
     machine = server()
     machine.versions |= {"torch": "2.6.0+cpu", "torch_npu": "2.1.0.post17"}
-    check = one(diagnosis.check_versions(machine), "torch ↔ torch_npu")
+    check = one(checks.check_versions(machine), "torch ↔ torch_npu")
     assert check.status == "FAIL" and "install torch 2.1.0" in check.remedy
 
 
@@ -167,14 +169,14 @@ def test_torch_and_torch_npu_of_different_versions_fail(server):
 def test_cuda_torch_beside_torch_npu_leads_to_the_cpu_build(server, torch, torch_npu, status):
     machine = server()
     machine.versions |= {"torch": torch, "torch_npu": torch_npu}
-    check = one(diagnosis.check_versions(machine), "torch build")
+    check = one(checks.check_versions(machine), "torch build")
     assert check.status == status and f"pip install torch=={torch.split('+')[0]}+cpu" in check.remedy
 
 
 def test_python_too_new_for_this_torch_npu_fails(server):
     machine = server()
     machine.versions |= {"python": "3.12.1", "torch_npu": "2.1.0.post17"}
-    (check,) = diagnosis.check_python(machine)
+    (check,) = checks.check_python(machine)
     assert (check.status, check.remedy) == ("FAIL", "torch_npu 2.1.0.post17 has wheels for 3.8 to 3.11")
 
 
@@ -204,7 +206,7 @@ def test_environment_table_says_what_train_sets():
 
 
 def test_cann_that_was_not_sourced_is_found_and_named(server, tmp_path):
-    check = next(diagnosis.check_cann(server(sourced=False)))
+    check = next(checks.check_cann(server(sourced=False)))
     assert check.status == "FAIL" and check.found.startswith("set_env.sh was not sourced; it lies at ")
     assert check.remedy == f"source {tmp_path}/usr/local/Ascend/ascend-toolkit/set_env.sh"
 
@@ -212,14 +214,14 @@ def test_cann_that_was_not_sourced_is_found_and_named(server, tmp_path):
 def test_cann_half_sourced_is_told_apart(server, monkeypatch):
     machine = server()
     monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib")
-    check = next(diagnosis.check_cann(machine))
+    check = next(checks.check_cann(machine))
     assert (check.status, check.found) == ("FAIL", "libhccl.so, libascendcl.so not on LD_LIBRARY_PATH")
 
 
 def test_python_packages_that_cann_imports_are_named(server, monkeypatch):
     machine = server()
     monkeypatch.setitem(sys.modules, "decorator", None)  # importing it fails, as where it is missing
-    check = one(diagnosis.check_cann(machine), "CANN's Python packages")
+    check = one(checks.check_cann(machine), "CANN's Python packages")
     assert check.status == "FAIL" and "decorator" in check.found and "EC0010" in check.remedy
 
 
@@ -230,18 +232,18 @@ def test_npu_smi_is_read(server):
         {"index": 1, "name": "Ascend910B3", "health": "Alarm", "used_mb": 3159, "total_mb": 65536},
     ]
     assert machine.smi["processes"] == [{"card": 0, "pid": 4711, "name": "python", "mb": 30512}]
-    assert one(diagnosis.check_driver(machine), "card health").found == "card 1 (Alarm)"
+    assert one(checks.check_driver(machine), "card health").found == "card 1 (Alarm)"
 
 
 def test_npu_smi_that_is_refused_by_the_driver_is_explained(server):
     machine = server(smi="echo 'dcmi model initialized failed, because the device is used. ret is -8020' >&2; exit 1\n")
-    check = one(diagnosis.check_driver(machine), "driver")
-    assert check.status == "FAIL" and "another container" in failures.explain(check.found)["failures"][0]["meaning"]
+    check = one(checks.check_driver(machine), "driver")
+    assert check.status == "FAIL" and "another container" in explanations.explain(check.found)["failures"][0]["meaning"]
 
 
 def test_npu_smi_that_hangs_is_left_behind(server):
     machine = server(smi="sleep 60\n", timeout_s=0.5)
-    assert "did not answer within" in one(diagnosis.check_driver(machine), "driver").found
+    assert "did not answer within" in one(checks.check_driver(machine), "driver").found
 
 
 def test_nvidia_smi_is_read(tmp_path, monkeypatch):
@@ -257,16 +259,16 @@ esac"""
     assert (machine.kind, machine.versions["driver"], len(machine.smi["cards"])) == ("cuda", "550.54.14", 2)
     assert machine.smi["processes"] == [{"card": "?", "pid": 4711, "name": "python", "mb": 30512}]
     machine.probe = {"kind": "cpu", "count": 0}
-    assert "install the CUDA build of torch" in one(diagnosis.check_cards(machine), "cards").remedy
+    assert "install the CUDA build of torch" in one(checks.check_cards(machine), "cards").remedy
 
 
 def test_missing_device_nodes_name_the_container_flags(server, tmp_path):
     machine = server()
-    check = one(diagnosis.check_driver(machine), "device nodes")
+    check = one(checks.check_driver(machine), "device nodes")
     assert check.status == "FAIL" and "/dev/davinci_manager" in check.found and "--device=" in check.remedy
     for name in ("davinci_manager", "devmm_svm", "hisi_hdc", "davinci0", "davinci1"):
         write(tmp_path / "dev" / name, "")
-    check = one(diagnosis.check_driver(machine), "device nodes")
+    check = one(checks.check_driver(machine), "device nodes")
     assert (check.status, check.found) == ("ok", "2 cards")
 
 
@@ -274,7 +276,7 @@ def test_cards_hidden_by_the_variable_are_said_to_be_hidden(server, monkeypatch)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
     machine = server()
     machine.probe = {"kind": "cpu", "count": 0, "step": "done"}
-    (check,) = diagnosis.check_cards(machine)
+    (check,) = checks.check_cards(machine)
     assert check.status == "FAIL" and "hides them: unset it or name cards 0 to 1" in check.remedy
 
 
@@ -282,7 +284,7 @@ def test_processes_of_others_on_the_cards_are_named(server):
     machine = server()
     card = {"name": "Ascend910B3", "free": 30 << 30, "total": 64 << 30}
     machine.probe = {"kind": "npu", "count": 1, "cards": [card], "sum": 4096, "bf16": True}
-    check = one(diagnosis.check_cards(machine), "card memory")
+    check = one(checks.check_cards(machine), "card memory")
     assert check.status == "warn" and "pid 4711 (python, 30512 MB, card 0)" in check.found
 
 
@@ -311,9 +313,9 @@ def test_traps_of_the_launch_config(server, tmp_path, config, count, status, exp
     path = write(tmp_path / "launch.yaml", config + "main_process_port: 0\n")
     machine = server(accelerate_config=str(path))
     machine.probe = {"kind": "npu" if count else "cpu", "count": count}
-    checks = [check for check in diagnosis.check_launch_config(machine) if check.name == "launch config"]
-    assert [check.status for check in checks] == [status]
-    assert expected in checks[0].found + checks[0].remedy
+    results = [check for check in checks.check_launch_config(machine) if check.name == "launch config"]
+    assert [check.status for check in results] == [status]
+    assert expected in results[0].found + results[0].remedy
 
 
 def test_wizards_config_is_found(server, tmp_path):
@@ -327,15 +329,15 @@ def test_busy_port_is_seen(server, tmp_path):
         busy.listen()
         port = busy.getsockname()[1]
         path = write(tmp_path / "launch.yaml", f"num_processes: 4\nnum_machines: 2\nmain_process_port: {port}\n")
-        check = one(diagnosis.check_launch_config(server(accelerate_config=str(path))), "port")
+        check = one(checks.check_launch_config(server(accelerate_config=str(path))), "port")
     assert (check.status, check.found) == ("FAIL", f"{port} is taken")
 
 
 def test_ddp_timeout_below_hccls_fails(server, tmp_path):
     path = write(tmp_path / "train.yaml", "model_name_or_path: m  # a comment\nddp_timeout: 600\n")
-    check = one(diagnosis.check_environment(server(train_config=str(path))), "time-outs")
+    check = one(checks.check_environment(server(train_config=str(path))), "time-outs")
     assert check.status == "FAIL" and "1860" in check.remedy
-    check = one(diagnosis.check_environment(server()), "time-outs")
+    check = one(checks.check_environment(server()), "time-outs")
     assert (check.status, check.found) == (
         "ok",
         "HCCL_CONNECT_TIMEOUT 600 s, HCCL_EXEC_TIMEOUT 1836 s, ddp_timeout 1860 s",
@@ -345,9 +347,9 @@ def test_ddp_timeout_below_hccls_fails(server, tmp_path):
 def test_small_shared_memory_fails(tmp_path):
     (tmp_path / "dev/shm").mkdir(parents=True)
     machine = Machine(root=tmp_path, min_shm_bytes=1 << 60)  # more than any disk has
-    check = one(diagnosis.check_resources(machine), "/dev/shm")
+    check = one(checks.check_resources(machine), "/dev/shm")
     assert check.status == "FAIL" and "--shm-size" in check.remedy
-    assert one(diagnosis.check_resources(Machine(root=tmp_path / "nowhere")), "/dev/shm").status == "FAIL"
+    assert one(checks.check_resources(Machine(root=tmp_path / "nowhere")), "/dev/shm").status == "FAIL"
 
 
 # --- the whole command ------------------------------------------------------------------------------------------------
@@ -368,9 +370,9 @@ def test_torch_npu_without_cann_is_explained_although_torch_cannot_be_imported(t
     result = run_script("doctor.py", "--json", "--root", tmp_path, env=bare)
     assert (result.returncode, result.stderr) == (3, "")
     answer = json.loads(result.stdout)
-    checks = {check["name"]: check for check in answer["checks"]}
-    assert "libhccl.so: cannot open shared object file" in checks["torch"]["found"]
-    assert "set_env.sh" in checks["torch"]["remedy"] and checks["CANN"]["status"] == "FAIL"
+    results = {check["name"]: check for check in answer["checks"]}
+    assert "libhccl.so: cannot open shared object file" in results["torch"]["found"]
+    assert "set_env.sh" in results["torch"]["remedy"] and results["CANN"]["status"] == "FAIL"
     assert answer["verdict"].startswith("cannot train") and "Traceback" not in answer["text"]
 
 
@@ -426,12 +428,17 @@ def test_there_are_enough_signatures_from_each_part():
 
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: row["id"])
 def test_signature_recognises_its_example(row):
-    assert row["id"] in failures.known(f"some line\n{row['example']}\n")
+    assert row["id"] in explanations.known(f"some line\n{row['example']}\n")
 
 
 def test_ordinary_log_shows_no_failure():
     log = "step 1 loss 2.31 grad_norm 0.9\nstep 2 loss 2.2\nsaved checkpoint-2\n[rank1]: evaluated\n"
-    assert failures.explain(log) == {"rank": None, "line": None, "message": "no error found in the log", "failures": []}
+    assert explanations.explain(log) == {
+        "rank": None,
+        "line": None,
+        "message": "no error found in the log",
+        "failures": [],
+    }
 
 
 def test_first_failing_rank_is_shown_and_not_the_last():
@@ -451,7 +458,7 @@ Root Cause (first observed failure):
   time      : 2026-01-02_10:11:13
   rank      : 0 (local_rank: 0)
 """
-    answer = failures.explain(log)
+    answer = explanations.explain(log)
     assert (answer["rank"], answer["line"]) == (1, 9)
     assert answer["message"].startswith("torch.OutOfMemoryError: NPU out of memory")
     assert answer["failures"][0]["id"] == "npu-oom"
@@ -463,7 +470,7 @@ def test_time_stamps_order_the_ranks():
 [default1]:[ERROR] 2026-01-02-10:11:20 (PID:2, Device:1, RankID:1) ERR00100 PTA call acl api failed EL0005
 [default0]:[ERROR] 2026-01-02-10:11:18 (PID:1, Device:0, RankID:0) ERR00100 PTA call acl api failed EL0004
 """
-    assert (failures.explain(log)["rank"], failures.explain(log)["failures"][0]["id"]) == (0, "EL0004")
+    assert (explanations.explain(log)["rank"], explanations.explain(log)["failures"][0]["id"]) == (0, "EL0004")
 
 
 def test_root_cause_of_torchrun_decides_where_all_is_consequence():
@@ -474,11 +481,13 @@ Root Cause (first observed failure):
 [0]:
   rank      : 2 (local_rank: 2)
 """
-    assert failures.explain(log)["rank"] == 2
+    assert explanations.explain(log)["rank"] == 2
 
 
 def test_message_of_our_own_scripts_is_found():
-    answer = failures.explain("error on rank 3: dataset_dir outputs/x has no manifest.json; run data_prep.py first\n")
+    answer = explanations.explain(
+        "error on rank 3: dataset_dir outputs/x has no manifest.json; run data_prep.py first\n"
+    )
     assert answer["rank"] == 3 and "manifest.json" in answer["message"] and answer["failures"] == []
 
 
@@ -486,9 +495,9 @@ def test_our_own_sentence_is_called_that(tmp_path):
     own = write(
         tmp_path / "own.log", "error on rank 3: dataset_dir outputs/x has no manifest.json; run data_prep.py first\n"
     )
-    assert "this program's own sentence" in doctor.explain(own)["text"]
+    assert "this program's own sentence" in SCRIPT["explain"](own)["text"]
     other = write(tmp_path / "other.log", "SomeError: of a library\n")
-    assert "Not a known failure" in doctor.explain(other)["text"]
+    assert "Not a known failure" in SCRIPT["explain"](other)["text"]
 
 
 def test_explain_reads_standard_input():
@@ -667,7 +676,7 @@ def test_estimate_reads_the_runs_config_and_data_set(tmp_path, monkeypatch, caps
     argv = ("--estimate", "--json", "--config", config, "--accelerate_config", ROOT / "accelerate_configs/cpu_2.yaml")
     monkeypatch.setattr(sys, "argv", ["doctor.py", *map(str, argv)])
     with pytest.raises(SystemExit) as status:
-        doctor.main()
+        SCRIPT["main"]()
     answer = json.loads(capsys.readouterr().out)
     assert (
         status.value.code == 0
@@ -707,7 +716,7 @@ def test_rank_that_hangs_inside_a_collective_is_named(tmp_path):
     """Rank 1 never comes back from all_reduce: both processes end at the deadline, and rank 0 says who it was."""
     program = """
 import os, time
-from sft.collectives import Rendezvous
+from doctor.collectives import Rendezvous
 rank = int(os.environ["RANK"])
 meeting = Rendezvous(deadline_s=60)
 meeting.meet("start")
@@ -742,9 +751,9 @@ def test_eight_cards_can_train(npu_environment, tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     answer = json.loads(result.stdout)
-    checks = {check["name"]: check for check in answer["checks"]}
-    assert answer["kind"] == "npu" and checks["cards"]["found"].startswith("8 × Ascend")
-    assert checks["bfloat16"]["status"] == "ok" and checks["launch config"]["status"] == "ok"
+    results = {check["name"]: check for check in answer["checks"]}
+    assert answer["kind"] == "npu" and results["cards"]["found"].startswith("8 × Ascend")
+    assert results["bfloat16"]["status"] == "ok" and results["launch config"]["status"] == "ok"
     if npu_environment:
         assert answer["verdict"].startswith("can train on 8 × Ascend910B3 (simulated Ascend, not hardware)")
 
@@ -757,8 +766,8 @@ def test_without_a_card_the_launch_config_is_refused(simulated_environment, monk
     machine.probe = seen.run_probe("cards", 120)
     seen.read_machine(machine)
     assert machine.probe["count"] == 0 and machine.kind == "npu"
-    assert one(diagnosis.check_cards(machine), "cards").found == "torch sees none"
-    assert "each train alone on the CPU" in one(diagnosis.check_launch_config(machine), "launch config").remedy
+    assert one(checks.check_cards(machine), "cards").found == "torch sees none"
+    assert "each train alone on the CPU" in one(checks.check_launch_config(machine), "launch config").remedy
 
 
 @pytest.mark.npu
@@ -782,7 +791,7 @@ def test_secrets_are_masked_and_versions_are_not(monkeypatch):
         "http://me:pw@proxy.local/ mail a.b@c.cn fe80::1:2 driver 24.1.0.3 firmware 7.5.0.5.220 local 127.0.0.1 mac 00:1a:2b:3c:4d:5e "
         "password: hunter22 at 12:30:11 bus 0000:C1:00.0"
     )
-    masked = failures.mask(text, keep=("24.1.0.3",))
+    masked = explanations.mask(text, keep=("24.1.0.3",))
     for secret in (
         "hf_abc",
         "sk-0123",

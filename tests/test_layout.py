@@ -4,16 +4,20 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
-LEVELS = [  # a module imports only from levels before its own
-    {"errors", "prerequisites", "wheelhouse", "machine", "loss", "holdout", "phrases", "card"},
-    {"config", "artifacts", "records", "tokenizer", "metrics", "failures", "encoding", "batching"},
-    {"device", "journal", "embedded", "diagnosis", "memory", "plots"},
-    {"modeling", "collectives", "watchdog"},
+SFT = [  # a module of sft/ imports only from levels before its own
+    {"errors", "loss", "holdout", "phrases", "card", "simulation"},
+    {"config", "artifacts", "records", "tokenizer", "metrics", "encoding", "batching"},
+    {"device", "journal", "plots"},
+    {"modeling", "watchdog"},
     {"evaluation", "checkpoint", "weights", "report"},
     {"origin"},
 ]
+DOCTOR = [{"machine"}, {"explanations", "memory"}, {"checks", "collectives"}]  # may import all of sft/ besides
 SCRIPTS = ["data_prep.py", "train.py", "eval.py", "doctor.py", "export.py"]
+PACKAGES = ("sft", "doctor", "tools", "benchmarks", "tests", "metrics")
 
 
 def imports(path: Path) -> set[str]:
@@ -21,35 +25,46 @@ def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "sft":
-                found |= {f"sft.{alias.name}" for alias in node.names}
+            if node.module in PACKAGES:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
             found.add(node.module)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return found
 
 
-def test_modules_import_only_from_lower_levels():
-    level_of = {f"sft.{name}": number for number, names in enumerate(LEVELS) for name in names}
-    files = [path for path in (ROOT / "sft").glob("*.py") if path.name != "__init__.py"]
-    assert {f"sft.{path.stem}" for path in files} == set(level_of)
-    for path in files:
+def modules(package: str) -> list[Path]:
+    return [path for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize(("package", "levels"), [("sft", SFT), ("doctor", DOCTOR)])
+def test_modules_import_only_from_lower_levels(package, levels):
+    level_of = {f"{package}.{name}": number for number, names in enumerate(levels) for name in names}
+    assert {f"{package}.{path.stem}" for path in modules(package)} == set(level_of)
+    for path in modules(package):
         for name in imports(path) & set(level_of):
-            assert level_of[name] < level_of[f"sft.{path.stem}"], f"{path.name} imports {name}"
+            assert level_of[name] < level_of[f"{package}.{path.stem}"], f"{path.name} imports {name}"
 
 
-def test_scripts_do_not_import_each_other_and_nothing_imports_tests():
-    scripts = {name.removesuffix(".py") for name in SCRIPTS}
-    files = [ROOT / name for name in SCRIPTS] + list((ROOT / "sft").glob("*.py"))
-    assert len(files) > 20
-    for path in files:
-        found = imports(path)
-        assert not found & scripts, path.name
-        assert not any(name.split(".")[0] == "tests" for name in found), path.name
+def test_packages_import_one_way():
+    """sft knows nothing of who uses it; doctor and tools use sft; nothing imports a script, a test or a benchmark."""
+    allowed = {"sft": {"sft"}, "doctor": {"sft", "doctor"}, "tools": {"sft", "tools"}}
+    scripts = {name.removesuffix(".py") for name in SCRIPTS} - {"doctor"}  # also the name of a package
+    for package, may in allowed.items():
+        assert len(modules(package)) > 2
+        for path in modules(package):
+            found = imports(path)
+            assert {name.split(".")[0] for name in found} & set(PACKAGES) <= may, path
+            assert not found & scripts, path
+    for name in SCRIPTS:
+        found = imports(ROOT / name)
+        assert not found & scripts, name
+        packages = {name.split(".")[0] for name in found} & set(PACKAGES)
+        assert packages <= ({"sft", "doctor"} if name == "doctor.py" else {"sft"}), name
 
 
 def test_vendor_names_stand_in_device_and_doctor_only():
-    allowed = {"device.py", "diagnosis.py", "failures.py", "machine.py", "memory.py", "collectives.py"}  # the doctor's
+    allowed = {"device.py", "checks.py", "failures.py", "machine.py", "memory.py", "collectives.py"}  # the doctor's
     files = [*(ROOT / "sft").glob("*.py"), ROOT / "train.py", ROOT / "eval.py", ROOT / "data_prep.py"]
     for path in files:
         if path.name in allowed:

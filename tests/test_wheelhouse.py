@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sft import wheelhouse
 from tests.conftest import ROOT
+from tools import wheelhouse
 
 
 def verify(folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-S", ROOT / "sft" / "wheelhouse.py", "verify", folder]
+    command = [sys.executable, "-S", ROOT / "tools" / "wheelhouse.py", "verify", folder]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -61,7 +61,7 @@ def test_pip_takes_the_markers_of_the_other_machine(tmp_path):
         'wanted==1; platform_machine == "aarch64" and python_version == "3.10"\n'
         'unwanted==1; platform_machine == "x86_64" or python_version != "3.10"\n'
     )
-    command = [sys.executable, ROOT / "sft" / "wheelhouse.py", "pip-for", "3.10", "aarch64", "download", "--no-index"]
+    command = [sys.executable, ROOT / "tools" / "wheelhouse.py", "pip-for", "3.10", "aarch64", "download", "--no-index"]
     command += ["--only-binary=:all:", "--python-version", "3.10", "--platform", "manylinux_2_28_aarch64"]
     result = subprocess.run(
         [*command, "-r", "requirements.txt"], cwd=tmp_path, capture_output=True, text=True, timeout=60

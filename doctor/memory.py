@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from doctor.machine import GIB, knowledge
 from sft.config import TrainConfig, parse, read_yaml
 from sft.errors import UserError
-from sft.machine import GIB, knowledge
 
 # Held outside torch's allocator, where no config tells it: two HCCL buffers of HCCL_BUFFSIZE = 200 MB (HCCL docs), and
 # the context with its operator binaries, allocator fragments and workspaces, taken as 1 GiB (an assumption).

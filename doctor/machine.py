@@ -1,7 +1,7 @@
 """What the doctor sees of a machine: versions, files, tools, and what torch finds. Standard library only.
 
 It has to work where torch cannot be imported (a torch_npu without CANN breaks `import torch`), so whatever imports
-torch or opens a card runs in a process of its own with a deadline: `python -m sft.machine cards`.
+torch or opens a card runs in a process of its own with a deadline: `python -m doctor.machine cards`.
 """
 
 import importlib.metadata
@@ -25,8 +25,8 @@ NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")  # character devices that e
 
 @lru_cache
 def knowledge(name: str) -> dict:
-    """The data file `sft/doctor_data/NAME.json`; its values carry their sources."""
-    return json.loads((Path(__file__).parent / "doctor_data" / f"{name}.json").read_text(encoding="utf-8"))
+    """The data file `doctor/data/NAME.json`; its values carry their sources."""
+    return json.loads((Path(__file__).parent / "data" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -118,8 +118,8 @@ def run_tool(*command: str, timeout_s: float) -> tuple[int | None, str]:
 
 
 def run_probe(what: str, timeout_s: float) -> dict:
-    """What `python -m sft.machine WHAT` said before it ended, failed ("error") or ran out of time ("late")."""
-    command = [sys.executable, "-m", "sft.machine", what]
+    """What `python -m doctor.machine WHAT` said before it ended, failed ("error") or ran out of time ("late")."""
+    command = [sys.executable, "-m", "doctor.machine", what]
     # A file, not a pipe: a grandchild that CANN leaves behind may keep a pipe open for ever.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
@@ -246,13 +246,6 @@ def cann_version(home: Path) -> str | None:
     config = home / "version.cfg"
     match = re.search(r":([\d.]+(?:\.?RC\d+)?)\]", config.read_text(errors="replace")) if config.is_file() else None
     return match[1] if match else None
-
-
-def is_simulated(home: Path | None) -> bool:
-    """Whether this CANN is the test suite's simulation, which says so in its installation file. Never hardware."""
-    return bool(home) and any(
-        "simulated" in p.read_text(errors="replace") for p in home.glob("*/ascend_*_install.info")
-    )
 
 
 def version_file(path: Path) -> str | None:

@@ -11,7 +11,7 @@ def main():
     if sys.version_info < (3, 11):
         problem = (
             "Python %d.%d runs this; the pinned libraries need 3.11 or newer. Install it and call make PYTHON=python3.11"
-            " (for older ones see the version table in README.md)." % sys.version_info[:2]
+            " (for older ones see the version table in docs/versions.md)." % sys.version_info[:2]
         )
     elif not _has_venv():
         problem = "this Python lacks the venv module with pip. On Debian and Ubuntu: apt install python3-venv."

@@ -7,6 +7,7 @@
 #   make test-cann8  the tests with the libraries of CANN 8.0 (torch 2.1, on CPU), against those of requirements.txt
 #   make test-torch26  the same with torch 2.6      TESTS="tests/test_stacks.py …" picks some
 #   make wheelhouse  every wheel for REQUIREMENTS, PYTHON_VERSION and ARCH into wheelhouse/, for machines without a network
+#   make reproduce   the reference run on CARDS=1,2 with evidence in outputs/reproduce/reproduction.md; MODEL_NAME=DIR or hub name
 # PYTHON=python3.11 chooses the interpreter; WHEELHOUSE=DIR installs from a folder of wheels without any package index.
 
 PYTHON ?= python3
@@ -14,6 +15,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 DEMO := outputs/demo
+MODEL_NAME ?= Qwen/Qwen2.5-7B-Instruct
+CARDS ?= 1,2
+REPRODUCE ?=
+# An environment that can train already (CANN's torch_npu, a CUDA build of torch) is used as it is; else .venv is made.
+TRAINS := $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "peft", "accelerate"))))' 2>/dev/null && echo yes)
 MINIMUM_TESTS := 560
 TESTS ?=
 # The oldest Python that the pins allow is preferred where torch 2.1 is tested: it is what CANN 8.0 images have.
@@ -33,7 +39,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
 endif
 
-.PHONY: demo test check bench test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
+.PHONY: demo test check bench reproduce test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
 
 demo: $(VENV)/runtime $(MODEL)/config.json
 	@echo "== 1/3 data: data/ascend_qa_en.jsonl → $(DEMO)/dataset"
@@ -79,6 +85,13 @@ endef
 wheelhouse:
 	@$(PYTHON) tools/wheelhouse.py collect wheelhouse $(PYTHON_VERSION) $(ARCH) $(REQUIREMENTS)
 
+ifneq ($(origin HF_HUB_OFFLINE),environment)
+reproduce: export HF_HUB_OFFLINE = 0 # the model may be a hub name
+endif
+reproduce: $(if $(TRAINS),,$(VENV)/runtime)
+	@$(if $(TRAINS),$(PYTHON),$(BIN)/python) -m tools.reproduce \
+		--model_name_or_path $(MODEL_NAME) --cards $(CARDS) $(REPRODUCE)
+
 bench: $(VENV)/development $(MODEL)/config.json
 	@$(BIN)/python benchmarks/step_time.py
 	@$(BIN)/python benchmarks/step_time.py --rows embedded --output outputs/benchmarks/step_time_embedded.json
@@ -86,7 +99,6 @@ bench: $(VENV)/development $(MODEL)/config.json
 	@$(BIN)/python benchmarks/scaling.py
 	@OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/cpu_2.yaml benchmarks/eval_speed.py
 	@$(BIN)/python benchmarks/data_prep.py
-	@$(BIN)/python benchmarks/layout.py
 
 test-serving: $(VENV)/development $(MODEL)/config.json
 	@test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving

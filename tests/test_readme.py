@@ -17,7 +17,18 @@ FILE = re.compile(
 )
 SCRIPTS = ("train.py", "data_prep.py", "eval.py", "export.py", "doctor.py")
 # Made by runs and users.
-MADE = ("outputs/", "models/", ".venv/", "manifest.json", "my_pairs.jsonl", "train.log", "doctor.md")
+MADE = (
+    "outputs/",
+    "models/",
+    ".venv/",
+    "manifest.json",
+    "my_pairs.jsonl",
+    "reproduction.",
+    "steps/",
+    "npu-env",
+    "train.log",
+    "doctor.md",
+)
 LAUNCHER_FLAGS = {"--num_processes", "--main_process_ip", "--rdzv_backend", "--max_restarts"}  # accelerate launch's
 
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=[pair[0] for pair in PAIRS])

@@ -1,0 +1,82 @@
+"""The reproduction: the reference run on several card counts with evidence, and what becomes of failures."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, make_rows, run_script, write_jsonl
+from tools import reproduce
+from tools.reproduce import Step, run_step
+
+
+def test_a_failed_step_is_explained_and_leaves_out_only_what_needs_it(tmp_path):
+    print_error = "import sys; print('libhccl.so: cannot open shared object file'); sys.exit(1)"
+    broken = run_step(Step("broken", [sys.executable, "-c", print_error]), tmp_path, {})
+    assert broken["status"] == "failed" and broken["exit_status"] == 1
+    assert any("set_env.sh" in row["check"] for row in broken["explanations"])
+    after = run_step(Step("after", [sys.executable, "-c", ""], needs=["broken"]), tmp_path, {"broken": broken})
+    assert (after["status"], after["because"]) == ("left out", ["broken"])
+    assert run_step(Step("beside", [sys.executable, "-c", ""]), tmp_path, {"broken": broken})["status"] == "done"
+
+
+def test_what_is_done_is_not_repeated_unless_the_command_changed(tmp_path):
+    mark = tmp_path / "mark"
+    command = [sys.executable, "-c", f"open({str(mark)!r}, 'a').write('x')"]
+    for _ in range(2):
+        assert run_step(Step("once", command), tmp_path, {})["status"] == "done"
+    assert mark.read_text() == "x"
+    run_step(Step("once", [*command, "again"]), tmp_path, {})
+    assert mark.read_text() == "xx"
+
+
+def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
+    import psutil
+
+    pid = tmp_path / "pid"
+    code = f"import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '300']).pid)); time.sleep(300)"
+    result = run_step(Step("hangs", [sys.executable, "-c", code], timeout_s=3), tmp_path, {})
+    assert result["status"] == "failed" and result["message"] == "no end after 3 s"
+    child = int(pid.read_text())
+    gone = not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert gone
+
+
+def test_a_wrong_number_of_cards_is_refused():
+    result = run_script("-m", "tools.reproduce", "--cards", "two")
+    assert result.returncode == 2 and result.stderr.startswith("error: --cards two: give numbers")
+
+
+def check_whole(output, simulated: bool) -> None:
+    facts = json.loads((output / "reproduction.json").read_text())
+    undone = {name: step.get("message") for name, step in facts["steps"].items() if step["status"] != "done"}
+    assert undone == {} and len(facts["steps"]) >= 16
+    assert facts["simulated"] is simulated
+    assert [row["cards"] for row in facts["table"]] == [1, 2]
+    assert all(row["steps"] == 6 and row["last_loss"] > 0 and row["estimated_bytes"] > 0 for row in facts["table"])
+    assert len(facts["table"][1]["peak_memory_bytes"]) == 2
+    assert len(facts["equality"]) == 4 and all(row["holds"] for row in facts["equality"])
+    page = (output / "reproduction.md").read_text()
+    assert ("simulated Ascend: not a run on hardware" in page) is simulated
+    assert "## The table" in page and "## What failed" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("npu", marks=pytest.mark.npu)])
+def test_the_reproduction_on_two_ranks_is_whole(tmp_path, tiny_model_dir, kind, request):
+    environment = request.getfixturevalue("npu_environment") if kind == "npu" else {}
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_rows(40))
+    flags = ["--model_name_or_path", tiny_model_dir, "--cards", "1,2", "--kind", kind, "--input", rows]
+    output = tmp_path / "out"
+    command = ["-m", "tools.reproduce", *flags, "--max_steps", 6, "--eval_rows", 2, "--output_dir", output]
+    result = run_script(*command, env=environment, timeout=1800)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    check_whole(output, simulated=bool(environment))
+    again = run_script(*command, env=environment, timeout=300)
+    assert again.returncode == 0 and again.stdout.count("done before") >= 16
+
+
+def test_the_kind_is_found_without_a_card():
+    assert subprocess.run([sys.executable, "-c", "import torch"], cwd=ROOT).returncode == 0
+    assert reproduce.find_kind() in ("cpu", "cuda", "npu")

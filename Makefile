@@ -99,6 +99,7 @@ bench: $(VENV)/development $(MODEL)/config.json
 	@$(BIN)/python benchmarks/scaling.py
 	@OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/cpu_2.yaml benchmarks/eval_speed.py
 	@$(BIN)/python benchmarks/data_prep.py
+	@$(BIN)/python benchmarks/layout.py
 
 test-serving: $(VENV)/development $(MODEL)/config.json
 	@test -x .venv-serving/bin/python || $(PYTHON) -m venv .venv-serving

@@ -4,9 +4,11 @@ The first is a pure function of (seed, epoch, number of rows, global batch size)
 there are. So every card count sees the same steps, and a run can go on with another one.
 """
 
+import bisect
 import functools
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,19 +24,56 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(rows), kind="stable")
 
 
+Sized = tuple[int, int]  # (tokens, row)
+
+
+def longest_first(rows: Sequence[int], lengths: np.ndarray) -> list[Sized]:
+    """The rows with their tokens, by falling tokens, then rising row."""
+    rows = np.asarray(rows, dtype=np.int64)
+    tokens = lengths[rows]
+    order = np.lexsort((rows, -tokens))
+    return list(zip(tokens[order].tolist(), rows[order].tolist()))
+
+
 def deal_by_tokens(rows: Sequence[int], lengths: np.ndarray, bins: int, capacity: int) -> list[list[int]]:
     """Rows dealt into `bins` lists of at most `capacity` rows with token sums as even as greedy dealing gets them.
 
-    Longest first, each to the emptiest bin that has room (LPT rule, Graham 1969). Ties go to the first, so the result
-    depends on nothing but the arguments. Bins may stay empty.
+    The result depends on nothing but the arguments. Bins may stay empty.
     """
-    dealt: list[list[int]] = [[] for _ in range(bins)]
-    tokens = [0] * bins
-    for row in sorted(rows, key=lambda r: (-int(lengths[r]), r)):
-        place = min((b for b in range(bins) if len(dealt[b]) < capacity), key=lambda b: (tokens[b], b))
-        dealt[place].append(row)
-        tokens[place] += int(lengths[row])
+    return [[row for _, row in dealt] for dealt in deal(longest_first(rows, lengths), bins, capacity)]
+
+
+def deal(rows: list[Sized], bins: int, capacity: int) -> list[list[Sized]]:
+    """Rows, longest first, each to the emptiest bin that has room, ties to the first (LPT rule, Graham 1969)."""
+    dealt: list[list[Sized]] = [[] for _ in range(bins)]
+    emptiest = [(0, place) for place in range(bins)]  # a heap of the bins that have room
+    for sized in rows:
+        held, place = emptiest[0]
+        dealt[place].append(sized)
+        if len(dealt[place]) < capacity:
+            heapq.heapreplace(emptiest, (held + sized[0], place))
+        else:
+            heapq.heappop(emptiest)
     return dealt
+
+
+def fill(rows: list[Sized], limit: int) -> list[list[Sized]]:
+    """Rows, longest first, in few lists of at most `limit` tokens: each to the fullest one that has room for it.
+
+    At most 11/9 of the fewest lists possible (best fit decreasing, Johnson 1974). A longer row stands alone.
+    """
+    filled: list[list[Sized]] = []
+    room: list[tuple[int, int]] = []  # (tokens that still fit, list), ascending
+    for sized in rows:
+        found = bisect.bisect_left(room, (sized[0], 0))
+        if found == len(room):
+            filled.append([])
+            left, place = limit, len(filled) - 1
+        else:
+            left, place = room.pop(found)
+        filled[place].append(sized)
+        bisect.insort(room, (left - sized[0], place))
+    return filled
 
 
 @dataclass(frozen=True)
@@ -76,14 +115,24 @@ class BatchPlan:
         Short rows share a micro-batch as long as it stays within `micro_batch_tokens`: fewer and larger products in the
         same memory. So there are gradient_accumulation_steps micro-batches at most, on all ranks the same number.
         """
-        size, most = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        by_rank = deal_by_tokens(self.rows(step), self.lengths, self.world_size, size * most)
-        for count in range(1, most + 1):
-            capacity = size if count == most else size * most
-            dealt = [deal_by_tokens(rows, self.lengths, count, capacity) for rows in by_rank]
-            if max(self.lengths[rows].sum() for bins in dealt for rows in bins) <= self.micro_batch_tokens:
-                break
-        return [[bins[m] for bins in dealt] for m in range(count)]
+        return self._layouts(step)
+
+    @functools.cached_property
+    def _layouts(self) -> Callable[[int], list[list[list[int]]]]:
+        """`layout` that remembers: sampler, loop and log ask for the same few steps."""
+        return functools.lru_cache(maxsize=8)(self._lay_out)
+
+    def _lay_out(self, step: int) -> list[list[list[int]]]:
+        size, most, limit = self.per_device_train_batch_size, self.gradient_accumulation_steps, self.micro_batch_tokens
+        by_rank = deal(longest_first(self.rows(step), self.lengths), self.world_size, size * most)
+        filled = [fill(rows, limit) for rows in by_rank]
+        count = max(1, min(most, max(map(len, filled))))
+        laid = [deal(rows, count, size if count == most else size * most) for rows in by_rank]
+        if count < most:
+            for rank, bins in enumerate(laid):  # even token sums, unless those do not fit
+                if max(sum(tokens for tokens, _ in sized) for sized in bins) > limit:
+                    laid[rank] = filled[rank] + [[] for _ in range(count - len(filled[rank]))]
+        return [[[row for _, row in bins[m]] for bins in laid] for m in range(count)]
 
     def target_count(self, step: int) -> int:
         """Target tokens of a step over all ranks: the denominator of its loss, known without asking the other ranks."""

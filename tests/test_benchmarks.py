@@ -56,3 +56,9 @@ def test_data_prep_compares_the_same_rows(tmp_path, tiny_model_dir):
     assert [(line["rows"], line["by"]) for line in result["table"]] == [
         (380, "data_prep.py"), (380, "data_prep.py again"), (380, "TRL"),
     ]  # fmt: skip
+
+
+def test_layout_is_measured_to_65536_rows_a_step(tmp_path):
+    result = run_benchmark("layout", tmp_path)
+    assert [line["rows a step"] for line in result["table"] if line["ranks"] == 8] == [128, 512, 4096, 65536]
+    assert all(line["micro-batches"] >= 1 and line["median ms"] > 0 for line in result["table"])

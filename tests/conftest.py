@@ -2,15 +2,15 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.sim_ascend.fixtures import npu_environment, simulated_environment  # noqa: F401
+from tools import tiny
+from tools.tiny import make_rows, write_jsonl
 from tools.warm import WarmServer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,40 +48,6 @@ def must(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """The result of a command that has to succeed; shows what it printed when it did not."""
     assert result.returncode == 0, f"{result.args}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     return result
-
-
-def make_rows(count: int, seed: int = 7) -> list[dict]:
-    """Question–answer rows of very different lengths, in English and Chinese."""
-    draw = random.Random(seed)
-    words = [
-        "rank",
-        "step",
-        "gradient",
-        "card",
-        "memory",
-        "loss",
-        "adapter",
-        "token",
-        "batch",
-        "epoch",
-        "梯度",
-        "显存",
-        "通信",
-        "训练",
-        "模型",
-    ]
-    return [
-        {
-            "question": f"Question {i}: {' '.join(draw.choices(words, k=draw.randint(1, 8)))}?",
-            "answer": " ".join(draw.choices(words, k=int(1 + draw.expovariate(0.12)))) + ".",
-        }
-        for i in range(count)
-    ]
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def pytest_addoption(parser) -> None:
@@ -132,10 +98,17 @@ def tiny_model_dir(session_dir) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm():
+def warm_server():
     """Starts train.py by a fork of a process that has imported everything, for tests that start it many times."""
     with WarmServer() as server:
         yield server
+
+
+@pytest.fixture
+def warm(warm_server):
+    """`warm_server`, for one test: what the test leaves running ends with it."""
+    yield warm_server
+    warm_server.end_all()
 
 
 @pytest.fixture(scope="session")
@@ -188,10 +161,10 @@ def arguments(tiny_model_dir, dataset_dir):
 
 
 @pytest.fixture(scope="session")
-def peace(warm, arguments, tmp_path_factory) -> Path:
+def peace(warm_server, arguments, tmp_path_factory) -> Path:
     """A short run on two processes that nothing interrupts; each worker has its own, as tests start it again."""
     run_dir = tmp_path_factory.mktemp("peace") / "run"
-    status, output = warm.run(*arguments(run_dir))
+    status, output = warm_server.run(*arguments(run_dir))
     assert status == 0, output
     return run_dir
 
@@ -202,6 +175,21 @@ def train(config, model_dir, dataset_dir, run_dir, *argv, **options) -> subproce
         config, "train.py", "--model_name_or_path", model_dir, "--dataset_dir", dataset_dir, "--output_dir", run_dir,
         "--global_batch_size", 4, "--save_steps", 30, "--report_to", "none", *argv, **options,
     )  # fmt: skip
+
+
+def peak_bytes(function) -> int:
+    """The most that torch's CPU allocator gave out at once while `function()` ran, by torch's profiler: to the byte,
+    whatever else the machine or the process does."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
 
 
 TIMES = {"tokens_per_s", "step_time_s", "peak_memory_bytes"}

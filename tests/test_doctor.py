@@ -23,7 +23,7 @@ from sft.config import TrainConfig, parse, read_yaml
 from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT, torch_version
 from sft.errors import UserError
 from tests import sim_ascend
-from tests.conftest import ROOT, launch, run_script
+from tests.conftest import ROOT, launch, peak_bytes, run_script
 from tests.sim_ascend.build import Unavailable, install_wheel
 
 SMI = """\
@@ -639,21 +639,13 @@ def test_activation_formula_counts_what_autograd_keeps(dtype, autocast, targets)
 
 def test_estimate_agrees_with_measured_peaks_of_three_small_models():
     """Peak of the CPU allocator over a whole step, by torch's profiler; within 20 %, as on real cards."""
-    from torch.profiler import ProfilerActivity, profile
-
     for plan, shape in SMALL_MODELS:
         step, batch, config = small_model(plan, shape)
         trainable = [p for p in step.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable)
         train_step(step, batch, plan, optimizer)  # from here on gradients and Adam's state are there
         held = sum(p.nbytes for p in step.parameters()) + 3 * sum(p.nbytes for p in trainable)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            train_step(step, batch, plan, optimizer)
-        now = peak = 0
-        for event in profiler.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                now += event.nbytes()
-                peak = max(peak, now)
+        peak = peak_bytes(lambda: train_step(step, batch, plan, optimizer))  # noqa: B023
         assert sum(memory.estimate(config, plan).values()) == pytest.approx(held + peak, rel=0.2)
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.torture import torture
 from sft import artifacts, batching, checkpoint, device
 from sft.journal import read_metrics
 from sft.watchdog import name_missing
 from tests.conftest import ROOT, launch, must
 from tests.test_checkpoint import adapter, numbers
+from tools.torture import torture
 
 
 def wait_until(condition, start=None, timeout_s: float = 120.0) -> None:

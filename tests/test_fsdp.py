@@ -8,8 +8,8 @@ import torch
 
 from sft import device
 from sft.errors import UserError
-from tests import tiny
 from tests.conftest import ROOT, adapter, assert_same_numbers, launch, losses, must, numbers, run_script, train
+from tools import tiny
 
 STEPS = ["--max_steps", "8", "--save_steps", "4", "--learning_rate", "1e-2"]
 pytestmark = pytest.mark.skipif(
@@ -33,11 +33,11 @@ def launch_environment(config: str, *flags: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def start(warm, tiny_model_dir, dataset_dir):
+def start(warm_server, tiny_model_dir, dataset_dir):
     """Runs train.py for eight steps at global batch 4 under a launch configuration, without the launcher."""
 
     def run(config: str, run_dir, *argv, processes: int, flags=()) -> str:
-        status, output = warm.run(
+        status, output = warm_server.run(
             "--model_name_or_path", tiny_model_dir, "--dataset_dir", dataset_dir, "--output_dir", run_dir,
             "--global_batch_size", 4, "--report_to", "none", *STEPS, *argv,
             processes=processes, env=launch_environment(config, *flags), timeout_s=300,

@@ -63,6 +63,14 @@ def test_packages_import_one_way():
         assert packages <= ({"sft", "doctor"} if name == "doctor.py" else {"sft"}), name
 
 
+def test_tests_and_benchmarks_do_not_import_each_other():
+    for package, other in (("tests", "benchmarks"), ("benchmarks", "tests")):
+        paths = list((ROOT / package).rglob("*.py"))
+        assert len(paths) > 5
+        for path in paths:
+            assert other not in {name.split(".")[0] for name in imports(path)}, path
+
+
 def test_vendor_names_stand_in_device_and_doctor_only():
     allowed = {"device.py", "checks.py", "failures.py", "machine.py", "memory.py", "collectives.py"}  # the doctor's
     files = [*(ROOT / "sft").glob("*.py"), ROOT / "train.py", ROOT / "eval.py", ROOT / "data_prep.py"]

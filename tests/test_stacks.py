@@ -28,7 +28,8 @@ MAKE_MODEL = """
 import sys
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
-from tests import conftest, tiny
+from tests import conftest
+from tools import tiny
 directory = Path(sys.argv[1])
 directory.mkdir(parents=True)
 tokenizer = tiny.save_tokenizer(directory, [text for row in conftest.make_rows(200) for text in row.values()])

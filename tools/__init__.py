@@ -1,1 +1,2 @@
-"""What make needs beside the five scripts: the demo's model, wheels for offline machines, warm starts for tests."""
+"""What make, tests and benchmarks need beside the five scripts: the demo's model, wheels for offline machines, tiny
+inputs, warm starts and kills."""

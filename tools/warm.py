@@ -78,6 +78,7 @@ class WarmServer:
     def __init__(self, script: str = "train.py"):
         self.folder = tempfile.TemporaryDirectory(prefix="warm-")
         self.statuses: dict[int, int] = {}
+        self.starts: list[Start] = []
         self.count = 0
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), str(ROOT / script)],
@@ -88,10 +89,24 @@ class WarmServer:
         return self
 
     def __exit__(self, *exception) -> None:
+        self.end_all()
         self.process.stdin.close()
         self.process.kill()
         self.process.wait()
         self.folder.cleanup()
+
+    def end_all(self) -> None:
+        """Kills what is left of all starts so far: a test that failed leaves its start running, beside the next tests."""
+        starts, self.starts = self.starts, []
+        for start in starts:
+            if start.pid not in self.statuses:  # the server waits for it, so that its number is not another's
+                start.kill_group()
+                with contextlib.suppress(TimeoutError, RuntimeError):
+                    self.wait(start.pid, timeout_s=10)
+            for pid in start.rank_pids():  # the last that a launcher forked, and orphans of one that was killed
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if psutil.Process(pid).cmdline()[:2] == self.process.args[:2]:  # a fork of this server
+                        os.kill(pid, signal.SIGKILL)
 
     def start(self, *argv, processes: int = 2, env: dict | None = None, limits: dict | None = None) -> Start:
         """Starts the script with these arguments. limits: {"RLIMIT_FSIZE": bytes, …} for its processes."""
@@ -107,7 +122,8 @@ class WarmServer:
         started = None
         while started is None:
             started = self._read().get("started")
-        return Start(started, log, processes, partial(self.wait, started))
+        self.starts.append(Start(started, log, processes, partial(self.wait, started)))
+        return self.starts[-1]
 
     def run(self, *argv, processes: int = 2, env=None, limits=None, timeout_s: float = 120) -> tuple[int, str]:
         """(exit status, what it printed) of one start that is waited for."""
@@ -141,6 +157,24 @@ def lives(pid: int) -> bool:
         return False
 
 
+def own_locks() -> None:
+    """Gives this fork locks of its own where the server's would be shared by all forks, or be held by no thread of it.
+
+    tqdm keeps one semaphore for all processes, made at its first bar: a fork that is killed with it in hand would leave
+    it locked for every later start. Locks of `logging`, `random`, `threading` and fsspec renew themselves in a fork.
+    """
+    from tqdm import std
+
+    if hasattr(std.TqdmDefaultWriteLock, "mp_lock"):
+        del std.TqdmDefaultWriteLock.mp_lock
+    std.TqdmDefaultWriteLock.th_lock = std.TRLock()
+    classes = [std.tqdm]
+    for bar in classes:  # grows while it is walked: libraries derive bars of their own
+        classes += bar.__subclasses__()
+        if "_lock" in vars(bar):
+            bar.set_lock(std.TqdmDefaultWriteLock())
+
+
 def run_main(script: str, argv: list[str]) -> None:
     """Runs a script as `python SCRIPT ARGV` would, in this process."""
     sys.argv = [script, *argv]
@@ -161,6 +195,7 @@ class Fork(subprocess.Popen):
             with open(f"{os.environ['WARM_LOG']}.ranks", "a", encoding="utf-8") as file:
                 file.write(f"{self.pid}\n")
             return
+        own_locks()
         os.setsid()  # as torch asks of its children
         os.closerange(3, 1024)  # as execution of a program would: the launcher's sockets have to die with it
         os.environ.clear()
@@ -235,6 +270,7 @@ def serve(script: str) -> None:
                 replies.write(json.dumps({"started": pid}) + "\n")
                 continue
             replies.close()
+            own_locks()
             os.setsid()
             os.nice(5)  # on busy cores whoever watches a start gets to look, and to act, before it is over
             log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,5 +1,7 @@
-"""A tokenizer and a model that are real in kind and tiny in size, made on the spot without a network."""
+"""A tokenizer, a model and rows that are real in kind and tiny in size, made on the spot without a network."""
 
+import json
+import random
 from pathlib import Path
 
 CHAT_TEMPLATE = (
@@ -59,3 +61,37 @@ def save_model(directory: Path, tokenizer, hidden_size: int = 64, layers: int = 
             parameter.mul_(3.0) if parameter.dim() > 1 else None
     model.save_pretrained(str(directory))
     return model
+
+
+def make_rows(count: int, seed: int = 7) -> list[dict]:
+    """Question–answer rows of very different lengths, in English and Chinese."""
+    draw = random.Random(seed)
+    words = [
+        "rank",
+        "step",
+        "gradient",
+        "card",
+        "memory",
+        "loss",
+        "adapter",
+        "token",
+        "batch",
+        "epoch",
+        "梯度",
+        "显存",
+        "通信",
+        "训练",
+        "模型",
+    ]
+    return [
+        {
+            "question": f"Question {i}: {' '.join(draw.choices(words, k=draw.randint(1, 8)))}?",
+            "answer": " ".join(draw.choices(words, k=int(1 + draw.expovariate(0.12)))) + ".",
+        }
+        for i in range(count)
+    ]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -6,7 +6,9 @@ Scales: loss in nats per target token; exact_match, token_f1, rougeL and all rat
 """
 
 import functools
+import itertools
 import logging
+import math
 import re
 import string
 import tempfile
@@ -14,6 +16,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import NormalDist
 
 import numpy as np
 import sacrebleu
@@ -52,6 +55,11 @@ LANGUAGES = ("auto", "en", "zh")
 BLEU_TOKENIZERS = {"en": "13a", "zh": "zh"}
 CHRF_ORDER, CHRF_BETA = 6, 2  # sacrebleu's defaults: chrF2, Popović 2015
 RESAMPLES = 10_000
+# How often any difference may be named when there is none, and which part of that the loss, tested first, may use up.
+LEVEL, LOSS_LEVEL = 0.05, 0.04
+FEWEST_ROWS = 6  # 2 of the 2⁶ sign patterns are the most extreme: p = 0.031; with 5 rows no p is below 0.0625
+POWER = 0.8  # probability of seeing a difference on `rows_needed` rows
+SAME_TEST = {"perplexity": "loss", "truncated_rate": "stop_rate"}  # another form of the same figure: no test of its own
 
 _CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 _WORD = re.compile(r"[^\W_]+")
@@ -115,46 +123,83 @@ def score_row(prediction: str, reference: str, language: str = "auto") -> dict:
 
 def aggregate(rows: Sequence[dict]) -> dict[str, float]:
     """Returns each metric over all rows; those whose fields the rows do not carry are left out."""
-    once = np.ones((1, len(rows)))
-    return {name: float(value[0]) for name, value in _metrics(_sums(once, _columns(rows)), len(rows)).items()}
+    sums = {field: column.sum(axis=0, keepdims=True) for field, column in _columns(rows).items()}
+    return {name: float(value[0]) for name, value in _metrics(sums, len(rows)).items()}
 
 
 def compare(
     base_rows: Sequence[dict], adapter_rows: Sequence[dict], seed: int = 42, resamples: int = RESAMPLES
 ) -> dict[str, dict]:
-    """Returns {metric: {"mean": adapter − base, "ci95": [low, high]}} by the paired percentile bootstrap over rows.
+    """Returns {metric: {"mean": adapter − base, "ci95": [low, high], "p": of no difference}}, base and adapter paired by row.
 
-    Both sides are resampled with the same rows, so what makes a row hard cancels out (Koehn 2004, "Statistical
-    Significance Tests for Machine Translation Evaluation"). `mean` is the difference over the rows as they are.
+    `mean` is the difference over the rows as they are. `ci95` is the paired percentile bootstrap (Koehn 2004, "Statistical
+    Significance Tests for Machine Translation Evaluation"): both sides are resampled with the same rows, so what makes a
+    row hard cancels out. It is too narrow on a few rows, so nothing is concluded from it. `p` is two-sided, of the sign-flip
+    test (Fisher 1935; for corpus metrics: approximate randomization, Noreen 1989): were base and adapter the same, swapping
+    their results in any row would change nothing, so the difference that was seen is ranked among those of all 2^rows
+    swaps, or of `resamples` random ones. That is exact for any number of rows and any distribution.
     """
     if len(base_rows) != len(adapter_rows) or not base_rows:
         raise UserError(
             f"cannot compare {len(base_rows)} rows with {len(adapter_rows)}: give both sides the same rows, not none"
         )
-    base, adapter = _columns(base_rows), _columns(adapter_rows)
     size = len(base_rows)
-    observed, drawn = {}, {}
-    for counts in [np.ones((1, size)), *_draw(size, resamples, seed)]:
-        before, after = _metrics(_sums(counts, base), size), _metrics(_sums(counts, adapter), size)
-        for name in before.keys() & after.keys():
-            # Rounded below any digit that means something, so that the order of a sum cannot turn 0 into 1e-17.
-            difference = np.round(after[name] - before[name], 9) + 0.0
-            if name in observed:
-                drawn.setdefault(name, []).append(difference)
-            else:
-                observed[name] = float(difference[0])
-    bounds = {name: np.percentile(np.concatenate(values), [2.5, 97.5]).round(9) for name, values in drawn.items()}
-    return {name: {"mean": observed[name], "ci95": bounds[name].tolist()} for name in BETTER if name in observed}
+    sides = _columns(base_rows), _columns(adapter_rows)
+    drawn = _differences(*sides, ((counts, 0 * counts) for counts in _draw(size, resamples, seed)))
+    swapped = _differences(*sides, ((1 - swaps, swaps) for swaps in _swaps(size, resamples, seed)))
+    return {
+        name: {
+            "mean": float(values[0]),
+            "ci95": np.percentile(values[1:], [2.5, 97.5]).round(9).tolist(),
+            # What was seen is itself one of the possibilities: no p is 0 (Phipson and Smyth 2010). 2e-9: rounding.
+            "p": float((np.abs(swapped[name]) >= abs(values[0]) - 2e-9).mean()),
+        }
+        for name, values in drawn.items()
+    }
 
 
-def judge(name: str, ci95: Sequence[float]) -> str:
-    """Returns what an interval of adapter − base says: better, worse, longer, shorter, or no difference shown."""
-    low, high = ci95
-    if low <= 0 <= high:
-        return "no difference shown"
-    if BETTER[name] == 0:
-        return "longer" if low > 0 else "shorter"
-    return "better" if (low > 0) == (BETTER[name] > 0) else "worse"
+def judge(difference: dict[str, dict]) -> dict[str, str]:
+    """Returns what the differences of `compare` show: better, worse, longer, shorter, or no difference shown.
+
+    Among evaluations in which nothing changed at most LEVEL name any difference, whatever the metrics. The loss is
+    tested first, at LOSS_LEVEL; the others by Holm's step-down correction for their number (Holm 1979) at what is left,
+    and at the whole LEVEL when the loss does differ (the fallback procedure of Wiens 2003).
+    """
+    tested = [name for name in difference if name != "loss" and name not in SAME_TEST]
+    differs = dict.fromkeys(difference, False)
+    if "loss" in difference:
+        differs["loss"] = difference["loss"]["p"] <= LOSS_LEVEL
+    level = LEVEL if differs.get("loss", True) else LEVEL - LOSS_LEVEL
+    for tests_left, name in zip(range(len(tested), 0, -1), sorted(tested, key=lambda name: difference[name]["p"])):
+        if difference[name]["p"] > level / tests_left + 1e-12:
+            break
+        differs[name] = True
+    verdicts = {}
+    for name, values in difference.items():
+        up = values["mean"] > 0
+        if not differs[SAME_TEST.get(name, name)]:
+            verdicts[name] = "no difference shown"
+        elif BETTER[name] == 0:
+            verdicts[name] = "longer" if up else "shorter"
+        else:
+            verdicts[name] = "better" if up == (BETTER[name] > 0) else "worse"
+    return verdicts
+
+
+def rows_needed(base_rows: Sequence[dict], adapter_rows: Sequence[dict]) -> int | None:
+    """Returns on how many rows a difference of the loss like the one seen here would show in POWER of all evaluations.
+
+    The usual formula for the mean of paired differences of nats, n = ((z₁₋α⁄₂ + z_power) · deviation / mean)². None when no
+    difference was seen, or when it is so small that a million rows would not show it.
+    """
+    nats = np.array([adapter["nll"] - base["nll"] for base, adapter in zip(base_rows, adapter_rows, strict=True)])
+    mean = float(nats.mean())
+    if len(nats) < 2 or not mean:
+        return FEWEST_ROWS if mean else None
+    normal = NormalDist()
+    z = normal.inv_cdf(1 - LOSS_LEVEL / 2) + normal.inv_cdf(POWER)
+    rows = (z * float(nats.std(ddof=1)) / mean) ** 2
+    return max(FEWEST_ROWS, math.ceil(rows)) if rows <= 1_000_000 else None
 
 
 def describe(
@@ -162,7 +207,11 @@ def describe(
 ) -> dict[str, str]:
     """Returns the signature: for each metric what another tool would need to get the same figure."""
     loss = {"loss": "nats per target token: sum of nll / sum of target tokens"}
-    interval = {"interval": f"paired percentile bootstrap|level:95%|resamples:{resamples}|seed:{seed}|rows:{len(rows)}"}
+    swaps = f"all:{2 ** len(rows)}" if 2 ** len(rows) <= resamples else f"drawn:{resamples}|seed:{seed}"
+    interval = {
+        "interval": f"paired percentile bootstrap|level:95%|resamples:{resamples}|seed:{seed}|rows:{len(rows)}",
+        "verdict": f"two-sided sign-flip test|swaps:{swaps}|level:{LEVEL:.0%}|loss first:{LOSS_LEVEL:.0%}|others:Holm",
+    }
     counts = Counter(row["language"] for row in rows if "language" in row)
     if not counts:
         return loss | interval
@@ -296,11 +345,6 @@ def _columns(rows: Sequence[dict]) -> dict[str, np.ndarray]:
     return {field: np.array([row[field] for row in rows], dtype=float) for field in fields if field in rows[0]}
 
 
-def _sums(counts: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns each column summed over rows, each row `counts[b, row]` times: `(B,)` or `(B, addends)`."""
-    return {field: counts @ column for field, column in columns.items()}
-
-
 def _metrics(sums: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
     """Returns every metric that the summed fields allow, each `(B,)`, in the order of `BETTER`."""
     values = {name: sums[field] / rows for name, field in MEANS.items() if field in sums}
@@ -310,6 +354,37 @@ def _metrics(sums: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
         loss = sums["nll"] / sums["target_tokens"]
         values |= {"loss": loss, "perplexity": np.exp(loss)}
     return {name: values[name] for name in BETTER if name in values}
+
+
+def _differences(base: dict[str, np.ndarray], adapter: dict[str, np.ndarray], mixtures) -> dict[str, np.ndarray]:
+    """Returns each metric's adapter − base: first of the rows as they are, then of each mixture of them.
+
+    mixtures: yields (own, other), `(B, rows)` each: how often a row's result counts on its own side, and on the other's.
+    """
+    size = len(next(iter(base.values())))
+    found: dict[str, list[np.ndarray]] = {}
+    for own, other in itertools.chain([(np.ones((1, size)), np.zeros((1, size)))], mixtures):
+        before, after = (
+            _metrics({field: own @ mine[field] + other @ theirs[field] for field in mine if field in theirs}, size)
+            for mine, theirs in ((base, adapter), (adapter, base))
+        )
+        for name in [name for name in before if name in after]:
+            # Rounded below any digit that means something, so that the order of a sum cannot turn 0 into 1e-17.
+            found.setdefault(name, []).append(np.round(after[name] - before[name], 9) + 0.0)
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
+def _swaps(rows: int, resamples: int, seed: int, chunk: int = 500) -> Iterator[np.ndarray]:
+    """Yields which rows swap their sides, `(≤ chunk, rows)` of 0 and 1: each way but "none" when there are at most
+    `resamples` ways, else that many random ones."""
+    every = 2**rows <= resamples
+    generator = np.random.default_rng(seed)
+    for start in range(0, 2**rows - 1 if every else resamples, chunk):
+        size = min(chunk, (2**rows - 1 if every else resamples) - start)
+        if every:
+            yield (np.arange(start + 1, start + size + 1)[:, None] >> np.arange(rows) & 1).astype(float)
+        else:
+            yield generator.integers(2, size=(size, rows)).astype(float)
 
 
 def _draw(rows: int, resamples: int, seed: int, chunk: int = 500) -> Iterator[np.ndarray]:

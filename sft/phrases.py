@@ -26,15 +26,28 @@ PHRASES = {
     ),
     "unfinished": ("**Note**: the training run has not finished.", "**注意**：训练尚未完成。"),
     # the conclusion in words
-    "helped": ("Yes, as far as {rows} rows can show.", "有效果（依据 {rows} 条数据）。"),
-    "too_few": ("{rows} rows are too few to tell whether it helped.", "只有 {rows} 条数据，无法判断是否有效。"),
-    "too few rows": ("too few rows", "数据太少"),
-    "hurt": ("No: it made things worse, as far as {rows} rows can show.", "没有，反而变差（依据 {rows} 条数据）。"),
-    "mixed": (
-        "Partly: some things became better and some worse, as far as {rows} rows can show.",
-        "部分有效：有升有降（依据 {rows} 条数据）。",
+    "helped": (
+        "Yes: the held-out loss fell, as {rows} rows show.",
+        "有效果：留出数据的损失下降（依据 {rows} 条数据）。",
     ),
-    "no_effect": ("{rows} rows show no difference.", "在 {rows} 条数据上看不出差异。"),
+    "hurt": (
+        "No: the held-out loss rose, as {rows} rows show.",
+        "没有，反而变差：留出数据的损失上升（依据 {rows} 条数据）。",
+    ),
+    "mixed": (
+        "Partly: the held-out loss shows a difference on {rows} rows, but another metric went the other way.",
+        "部分有效：{rows} 条数据上留出损失有差异，但另有指标朝相反方向变化。",
+    ),
+    "no_effect": ("{rows} rows show no difference in the held-out loss.", "在 {rows} 条数据上看不出留出损失的差异。"),
+    "too_few": (
+        "{rows} rows are too few to tell whether it helped: at least {fewest} are needed.",
+        "只有 {rows} 条数据，无法判断是否有效：至少需要 {fewest} 条。",
+    ),
+    "said_needed": (
+        "A difference as large as the one seen here would take about {needed:,} rows to show (in four evaluations of five).",
+        "要确认与此处所见同样大小的差异，大约需要 {needed:,} 条数据（五次评测中有四次能看出）。",
+    ),
+    "too few rows": ("too few rows", "数据太少"),
     "said_better": ("The adapter is **better** in {names}.", "适配器在 {names} 上**更好**。"),
     "said_worse": ("The adapter is **worse** in {names}.", "适配器在 {names} 上**更差**。"),
     "said_longer": ("Its answers are longer.", "回答变长了。"),
@@ -54,11 +67,13 @@ PHRASES = {
     "shorter": ("shorter", "更短"),
     "no difference shown": ("no difference shown", "看不出差异"),
     "how_to_read": (
-        "Difference: adapter − base on the same rows, with its 95 % interval by a paired bootstrap. An interval that "
-        "holds 0 means that these rows cannot tell the difference from chance. Where it excludes 0, one metric in twenty "
-        "may still do so by chance. ↑ higher is better, ↓ lower is better.",
-        "差值 = 适配器 − 基座，取自同一批数据，95% 区间由配对自助法（paired bootstrap）得到。区间包含 0，说明这些数据还不足以"
-        "把差异与偶然区分开；即使区间不含 0，平均每二十个指标也可能有一个出于偶然。↑ 越高越好，↓ 越低越好。",
+        "Difference: adapter − base on the same rows, with its 95 % interval by a paired bootstrap (too narrow on a few rows). "
+        "The verdicts come from a sign-flip test, not from the intervals: when nothing has changed, the held-out loss, which "
+        "decides the headline, is called different in at most 4 of 100 evaluations, and any metric at all in at most 5 "
+        "(Holm's correction). ↑ higher is better, ↓ lower is better.",
+        "差值 = 适配器 − 基座，取自同一批数据，95% 区间由配对自助法（paired bootstrap）得到（数据很少时偏窄）。结论由符号翻转"
+        "检验（sign-flip test）给出，并不取自区间：若实际毫无变化，决定结论的留出损失在 100 次评测中至多 4 次被误判为有差异，"
+        "所有指标合计至多 5 次（Holm 校正）。↑ 越高越好，↓ 越低越好。",
     ),
     # what was trained
     "trained": ("What was trained, and on what", "训练了什么，用了什么数据"),

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sft.metrics import BETTER, judge
+from sft.metrics import BETTER
 from sft.phrases import format_value
 
 GREY, BLUE, PALE_BLUE, ORANGE, GREEN, RED = "#777777", "#1f5fa8", "#9dbfe3", "#d1610b", "#1a7f4b", "#c0392b"
@@ -50,19 +50,20 @@ def plot_loss(metrics: Sequence[dict], path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def plot_differences(difference: dict[str, dict], path: str | Path) -> None:
-    """Draws each metric's difference with its 95 % interval, as `sft.metrics.compare` gives them, by scale."""
+def plot_differences(difference: dict[str, dict], verdicts: dict[str, str], path: str | Path) -> None:
+    """Draws each metric's difference with its 95 % interval, as `sft.metrics.compare` gives them, by scale, in the
+    colours of what `sft.metrics.judge` says of them."""
     panels = {scale: [name for name in names if name in difference] for scale, names in SCALES.items()}
     panels = {scale: names for scale, names in panels.items() if names}
     heights = [len(names) + 1.2 for names in panels.values()]
     figure = Figure(figsize=(8, 0.36 * sum(heights) + 0.9), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    looks = {"better": (GREEN, "o"), "worse": (RED, "X"), "no difference shown": (GREY, "s")}
+    looks = {"better": (GREEN, "o"), "worse": (RED, "X"), "longer": (BLUE, "D"), "shorter": (BLUE, "D")}
     for axes, (scale, names) in zip(all_axes, panels.items()):
         _bare(axes, "x").axvline(0, color="black", linewidth=0.8)
         for place, name in enumerate(names):
             mean, (low, high) = difference[name]["mean"], difference[name]["ci95"]
-            colour, marker = looks.get(judge(name, (low, high)), (BLUE, "D"))
+            colour, marker = looks.get(verdicts[name], (GREY, "s"))
             axes.plot([low, high], [place, place], "|-", color=colour, linewidth=1.5, markersize=9)
             axes.plot(mean, place, marker, color=colour, markersize=7)
             value = format_value(name, mean, signed=True)

@@ -9,14 +9,13 @@ from pathlib import Path
 from sft.artifacts import read_json, write_json, write_text
 from sft.errors import UserError
 from sft.journal import read_metrics
-from sft.metrics import BETTER, aggregate, compare, describe, judge
+from sft.metrics import BETTER, FEWEST_ROWS, RESAMPLES, aggregate, compare, describe, judge, rows_needed
 from sft.phrases import LANGUAGES, METRICS, PHRASES, format_value
 from sft.plots import plot_differences, plot_length_loss, plot_loss
 
 REPORTS = {"en": "report.md", "zh-CN": "report.zh-CN.md"}
 TEXTS = ("id", "question", "reference", "base", "adapter")  # of a row of predictions.jsonl
 EXAMPLES = 3  # best and worst rows shown, each
-FEWEST_ROWS = 5  # below this no verdict is given
 CELL_CHARACTERS = 400  # of a text in a table of examples
 
 
@@ -98,6 +97,7 @@ def build_report(
     seed: int = 42,
     simulated: bool = False,
     times: dict | None = None,
+    resamples: int = RESAMPLES,
 ) -> dict:
     """Returns report.json: figures of base and adapter, what their differences show, and all facts of the run.
 
@@ -106,9 +106,10 @@ def build_report(
     """
     base_rows = [row["base_scores"] for row in predictions]
     adapter_rows = [row["adapter_scores"] for row in predictions]
-    difference = compare(base_rows, adapter_rows, seed)
-    enough = len(predictions) >= FEWEST_ROWS  # the bootstrap of a handful of rows only repeats them
-    verdicts = {name: judge(name, values["ci95"]) if enough else "too few rows" for name, values in difference.items()}
+    difference = compare(base_rows, adapter_rows, seed, resamples)
+    enough = len(predictions) >= FEWEST_ROWS
+    verdicts = judge(difference) if enough else dict.fromkeys(difference, "too few rows")
+    conclusion = _conclude(verdicts) if enough else "too_few"
     found = {
         "adapter_changes_nothing": all(
             row["base"] == row["adapter"] and row["base_nll"] == row["adapter_nll"] for row in predictions
@@ -122,13 +123,14 @@ def build_report(
     return {
         "simulated": bool(simulated or run.environment.get("simulated")),
         "rows": len(predictions),
-        "conclusion": _conclude(verdicts) if enough else "too_few",
+        "conclusion": conclusion,
+        "rows_needed": rows_needed(base_rows, adapter_rows) if conclusion in ("no_effect", "too_few") else None,
         "warnings": [name for name, present in found.items() if present],
         "base": aggregate(base_rows),
         "adapter": aggregate(adapter_rows),
         "difference": difference,
         "verdicts": verdicts,
-        "signature": describe(adapter_rows, language, decoding, seed),
+        "signature": describe(adapter_rows, language, decoding, seed, resamples),
         "examples": _pick_examples(predictions),
         "leaks": manifest.get("leaks", []),
         "data": data | lists,
@@ -151,7 +153,7 @@ def write_report(directory: str | Path, report: dict, predictions: Sequence[dict
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in predictions)
     write_text(directory / "predictions.jsonl", "".join(lines))
     plot_loss(metrics, directory / "loss.png")
-    plot_differences(report["difference"], directory / "differences.png")
+    plot_differences(report["difference"], report["verdicts"], directory / "differences.png")
     plot_length_loss(predictions, directory / "length_loss.png")
     for language, name in REPORTS.items():
         write_text(directory / name, render_report(report, language))
@@ -239,7 +241,9 @@ def render_words(report: dict, language: str = "en") -> str:
     """Returns in words whether it helped, and which differences exclude zero."""
     say = _speaker(language)
     comma, space = {"en": (", ", " "), "zh-CN": ("、", "")}[language]
-    sentences = [f"**{say(report['conclusion'], rows=report['rows'])}**"]
+    needed = report["rows_needed"]
+    sentences = [f"**{say(report['conclusion'], rows=report['rows'], fewest=FEWEST_ROWS)}**"]
+    sentences += [say("said_needed", needed=needed)] if needed and needed > max(report["rows"], FEWEST_ROWS) else []
     phrases = {
         "better": "said_better",
         "worse": "said_worse",
@@ -267,10 +271,12 @@ def _read_lines(path: Path) -> list[dict]:
 
 
 def _conclude(verdicts: dict[str, str]) -> str:
-    better, worse = "better" in verdicts.values(), "worse" in verdicts.values()
-    return {(True, False): "helped", (False, True): "hurt", (True, True): "mixed", (False, False): "no_effect"}[
-        better, worse
-    ]
+    """Returns the headline: what the held-out loss shows, and "mixed" when another metric went the other way."""
+    loss, other_way = verdicts["loss"], {"better": "worse", "worse": "better"}
+    if loss not in other_way:
+        return "no_effect"
+    mixed = other_way[loss] in verdicts.values()
+    return "mixed" if mixed else {"better": "helped", "worse": "hurt"}[loss]
 
 
 def _pick_examples(predictions: Sequence[dict]) -> dict[str, list[dict]]:

@@ -1,8 +1,10 @@
 """Scores of generated answers against sacrebleu and rouge-score called directly, and against figures worked by hand."""
 
+import itertools
 import json
 import subprocess
 import sys
+from statistics import NormalDist
 
 import evaluate
 import numpy as np
@@ -19,8 +21,10 @@ from sft.metrics import (
     describe,
     evaluate_generations,
     evaluate_losses,
+    judge,
     language_of,
     normalise,
+    rows_needed,
     score_row,
     split_words,
 )
@@ -237,6 +241,110 @@ def test_bootstrap_of_loss_resamples_sums_of_tokens():
     assert difference["mean"] == pytest.approx((28 - 51) / 14)
     # The widest resamples, each of odds 1/27 > 2.5 %: three times row 2 (no change), three times row 3 (20 − 40 of 10).
     assert difference["ci95"] == pytest.approx([-2.0, 0.0])
+    # Nats differ by -3, 0 and -20: 4 of the 8 sign patterns give 23 or -23, two for each as the 0 has two signs.
+    assert difference["p"] == 4 / 8
+
+
+def p_slowly(base, adapter, score):
+    """Scores the texts after each possible way of swapping the two sides, by sacrebleu itself."""
+    seen = abs(score(adapter) - score(base))
+    ways = list(itertools.product([False, True], repeat=len(base)))
+    as_far = 0
+    for way in ways:
+        left = [b if swap else a for swap, a, b in zip(way, base, adapter)]
+        right = [a if swap else b for swap, a, b in zip(way, base, adapter)]
+        as_far += abs(score(right) - score(left)) >= seen - 1e-9
+    return as_far / len(ways)
+
+
+def test_p_is_the_rank_among_all_swaps_scored_with_sacrebleu():
+    predictions, references = split(ENGLISH)
+    base = list(zip(predictions, references))
+    adapter = [(reference[: len(reference) * 2 // 3], reference) for reference in references]
+    _, base_rows = evaluate_generations(predictions, references)
+    _, adapter_rows = evaluate_generations([prediction for prediction, _ in adapter], references)
+    difference = compare(base_rows, adapter_rows)
+    for name, metric in {"bleu": BLEU(effective_order=True), "chrf": CHRF()}.items():
+
+        def score(pairs, metric=metric):
+            predictions, references = split(pairs)
+            return metric.corpus_score(predictions, [references]).score
+
+        assert difference[name]["p"] == p_slowly(base, adapter, score)
+
+
+def test_p_of_many_rows_is_close_to_the_normal_approximation():
+    draw = np.random.default_rng(4)
+    nats = draw.normal(0.12, 1.0, size=300)
+    _, base_rows = evaluate_losses([50.0] * 300, [20] * 300)
+    _, adapter_rows = evaluate_losses((50.0 + nats).tolist(), [20] * 300)
+    z = abs(nats.sum()) / np.sqrt((nats**2).sum())
+    expected = 2 * (1 - NormalDist().cdf(z))
+    # 10,000 swaps: three standard errors of a p of 0.04 are 0.006.
+    assert compare(base_rows, adapter_rows)["loss"]["p"] == pytest.approx(expected, abs=0.006)
+
+
+def differences(**p_values):
+    return {name: {"mean": -0.1 if name in ("loss", "perplexity") else 0.1, "p": p} for name, p in p_values.items()}
+
+
+@pytest.mark.parametrize(
+    "p_values, better",
+    [
+        ({"loss": 0.04, "perplexity": 0.9}, ["loss", "perplexity"]),
+        ({"loss": 0.041, "perplexity": 0.001}, []),  # perplexity is e^loss: one test for both
+        # After the loss the others share 5 %: 0.01 of 5 tests, then 0.0125 of 4, then 0.0167 of 3 stops it.
+        ({"loss": 0.01, "bleu": 0.0125, "chrf": 0.01, "rougeL": 0.017, "token_f1": 0.018, "stop_rate": 0.019}, ["loss", "bleu", "chrf"]),
+        # Without it they share 1 %: 0.005 of 2 tests, then 0.01.
+        ({"loss": 0.5, "bleu": 0.01, "chrf": 0.005}, ["bleu", "chrf"]),
+        ({"loss": 0.5, "bleu": 0.006, "chrf": 0.006}, []),
+        ({"bleu": 0.025, "chrf": 0.05}, ["bleu", "chrf"]),  # no loss among the metrics: all 5 %
+    ],
+)  # fmt: skip
+def test_the_loss_is_judged_first_and_the_others_share_what_is_left(p_values, better):
+    verdicts = judge(differences(**p_values))
+    assert list(verdicts) == list(p_values)
+    assert [name for name, verdict in verdicts.items() if verdict == "better"] == better
+    assert set(verdicts.values()) <= {"better", "no difference shown"}
+
+
+@pytest.mark.parametrize(
+    "name, mean, verdict",
+    [
+        ("loss", -0.1, "better"), ("loss", 0.1, "worse"), ("bleu", 0.1, "better"), ("stop_rate", -0.1, "worse"),
+        ("mean_length", 1.0, "longer"), ("mean_length", -1.0, "shorter"),
+    ],
+)  # fmt: skip
+def test_verdict_follows_the_sign_and_what_is_better(name, mean, verdict):
+    assert judge({name: {"mean": mean, "p": 0.001}}) == {name: verdict}
+    assert judge({name: {"mean": mean, "p": 0.06}}) == {name: "no difference shown"}
+
+
+def test_truncated_rate_is_judged_with_stop_rate_and_counts_once():
+    values = {
+        "stop_rate": {"mean": 0.5, "p": 0.025},
+        "truncated_rate": {"mean": -0.5, "p": 0.025},
+        "chrf": {"mean": 0.1, "p": 0.5},
+    }
+    assert judge(values) == {"stop_rate": "better", "truncated_rate": "better", "chrf": "no difference shown"}
+
+
+def test_rows_needed_show_a_difference_four_times_in_five():
+    """The formula against a count: evaluations of as many rows as it asks for, of differences like those it was given."""
+    draw = np.random.default_rng(5)
+
+    def evaluation(nats):
+        rows = len(nats)
+        return evaluate_losses([40.0] * rows, [10] * rows)[1], evaluate_losses((40 + nats).tolist(), [10] * rows)[1]
+
+    needed = rows_needed(*evaluation(np.array([0.5, -1.5] * 5000)))  # mean -0.5, deviation 1
+    assert needed == 34  # (2.0537 + 0.8416)² · (1 / 0.5)² = 33.53
+    draws = [evaluation(draw.normal(-0.5, 1.0, size=needed)) for _ in range(200)]
+    found = [judge(compare(*sides, resamples=400))["loss"] == "better" for sides in draws]
+    assert 0.7 <= np.mean(found) <= 0.9  # 80 % of 200, three standard errors
+    base, _ = draws[0]
+    assert rows_needed(base, base) is None
+    assert rows_needed(base[:1], [{**base[0], "nll": 0.0}]) == 6
 
 
 def test_identical_answers_differ_by_exactly_nothing():
@@ -244,7 +352,7 @@ def test_identical_answers_differ_by_exactly_nothing():
     nll, tokens = [0.1 * i + 0.37 for i in range(9)], list(range(3, 12))
     _, rows = evaluate_generations(predictions, references, [True] * 9, nll=nll, target_tokens=tokens)
     difference = compare(rows, [dict(row) for row in rows], seed=3)
-    assert difference == {name: {"mean": 0.0, "ci95": [0.0, 0.0]} for name in BETTER}
+    assert difference == {name: {"mean": 0.0, "ci95": [0.0, 0.0], "p": 1.0} for name in BETTER}
     assert list(difference) == list(BETTER)
     assert "-0.0" not in json.dumps(difference)
 
@@ -287,6 +395,8 @@ def test_signature_names_versions_tokenizers_smoothing_and_decoding():
     signature = describe(rows, language="auto", decoding="greedy|max_new_tokens:64", seed=1)
     assert signature["language"] == "auto|en:5|zh:4"
     assert signature["decoding"] == "greedy|max_new_tokens:64"
+    assert signature["verdict"] == "two-sided sign-flip test|swaps:all:512|level:5%|loss first:4%|others:Holm"
+    assert "swaps:drawn:10000|seed:1|" in describe(rows * 3, "auto", "greedy", seed=1)["verdict"]
     assert signature["interval"] == "paired percentile bootstrap|level:95%|resamples:10000|seed:1|rows:9"
     # sacrebleu's own words for the settings that it was cross-checked with above.
     bleu, chrf = BLEU(effective_order=True), CHRF()
@@ -318,5 +428,5 @@ def test_losses_alone_can_be_scored_and_compared():
     base, base_rows = evaluate_losses([4.0, 6.0], [2, 2])
     adapter, adapter_rows = evaluate_losses([2.0, 3.0], [2, 2])
     assert (base["loss"], adapter["loss"], list(base)) == (2.5, 1.25, ["loss", "perplexity"])
-    assert compare(base_rows, adapter_rows)["loss"] == {"mean": -1.25, "ci95": [-1.5, -1.0]}
-    assert list(describe(base_rows, "auto", "none")) == ["loss", "interval"]
+    assert compare(base_rows, adapter_rows)["loss"] == {"mean": -1.25, "ci95": [-1.5, -1.0], "p": 0.5}
+    assert list(describe(base_rows, "auto", "none")) == ["loss", "interval", "verdict"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim_ascend.fixtures import npu_environment, simulated_environment  # noqa: F401
+from tests.sim_ascend.fixtures import npu_environment, simulated_environment, trace_environment  # noqa: F401
 from tools import tiny
 from tools.tiny import make_rows, write_jsonl
 from tools.warm import WarmServer

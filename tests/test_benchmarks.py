@@ -62,3 +62,12 @@ def test_layout_is_measured_to_65536_rows_a_step(tmp_path):
     result = run_benchmark("layout", tmp_path)
     assert [line["rows a step"] for line in result["table"] if line["ranks"] == 8] == [128, 512, 4096, 65536]
     assert all(line["micro-batches"] >= 1 and line["median ms"] > 0 for line in result["table"])
+
+
+@pytest.mark.npu
+def test_launches_of_a_card_are_counted_for_train_py_and_a_plain_loop(tmp_path, tiny_model_dir, trace_environment):
+    result = run_benchmark("npu_launches", tmp_path, "--tokenizer", tiny_model_dir)
+    project, row_by_row, padded = result["table"]
+    assert (project["step"], project["tokens"]) == ("train.py", "60+80+95+120")
+    assert 3 * padded["launches"] < row_by_row["launches"] < 4 * padded["launches"]  # four forwards, one optimizer step
+    assert all(line["peak GiB"] > 1 for line in result["table"])

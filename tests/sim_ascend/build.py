@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +77,14 @@ def environment(cards: int = 8, memory_bytes: int = 64 << 30, soc: str = "Ascend
     Builds the simulator first if need be (half a minute). `memory_bytes` is per card.
     Raises: Unavailable without g++, nm, the torch_npu wheel, or a torch that it goes with.
     """
-    root, wheel = build(), install_wheel(stack().torch_npu)
+    return variables(build(), cards, memory_bytes, soc)
+
+
+def variables(root: Path, cards: int, memory_bytes: int, soc: str) -> dict[str, str]:
+    """What a subprocess needs in its environment to use the CANN that was built in the folder `root`."""
     return {
         "LD_LIBRARY_PATH": _prepend(root / "lib", "LD_LIBRARY_PATH"),
-        "PYTHONPATH": _prepend(wheel, "PYTHONPATH"),
+        "PYTHONPATH": _prepend(install_wheel(stack().torch_npu), "PYTHONPATH"),
         "ASCEND_HOME_PATH": str(root / "cann"),
         "ASCEND_OPP_PATH": str(root / "cann" / "opp"),
         "SIM_ASCEND_CARDS": str(cards),
@@ -90,11 +95,25 @@ def environment(cards: int = 8, memory_bytes: int = 64 << 30, soc: str = "Ascend
 
 def build() -> Path:
     """Returns the folder of the build for these sources and versions; it holds `lib/` and `cann/`. Makes it if absent."""
+
+    def compile_all(library: Path, torch_npu: Path) -> None:
+        compile_cann(library, torch_npu, {SOURCES / f"{name}.cpp": [] for name in ("acl", "hccl", "opapi")})
+        _compile_operators(library, torch_npu)
+
+    return built_once("build", [*SOURCES.iterdir(), Path(__file__)], compile_all)
+
+
+def built_once(name: str, sources: list[Path], compile_all: Callable[[Path, Path], None]) -> Path:
+    """Returns the folder `NAME-<hash of sources and versions>` of the cache, with `lib/` and `cann/`; makes it if absent.
+
+    `compile_all(library, torch_npu)` writes the libraries for the torch_npu package of that folder.
+    """
     for tool in ("g++", "nm"):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is not installed (Debian: apt-get install g++)")
-    wheel, newest = install_wheel(stack().torch_npu), install_wheel(HEADERS)
-    target = CACHE / f"build-{_fingerprint()}"
+    wheel = install_wheel(stack().torch_npu)
+    install_wheel(HEADERS)
+    target = CACHE / f"{name}-{_fingerprint(sources)}"
     if target.is_dir():
         return target
     with _lock():
@@ -103,8 +122,7 @@ def build() -> Path:
             try:
                 library = scratch / "lib"
                 library.mkdir()
-                _compile_cann(library, wheel / "torch_npu", newest / "torch_npu" / "include")
-                _compile_operators(library, wheel / "torch_npu")
+                compile_all(library, wheel / "torch_npu")
                 _lay_out_cann(scratch / "cann", target / "cann")
                 scratch.rename(target)
             finally:
@@ -123,7 +141,7 @@ def install_wheel(version: str) -> Path:
             scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=CACHE))
             try:
                 pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-                _run([*pip, "--target", str(scratch), f"torch_npu=={version}"], "pip cannot install the wheel")
+                run([*pip, "--target", str(scratch), f"torch_npu=={version}"], "pip cannot install the wheel")
                 scratch.chmod(0o755)
                 scratch.rename(folder)
             finally:
@@ -131,21 +149,22 @@ def install_wheel(version: str) -> Path:
     return folder
 
 
-def _compile_cann(library: Path, torch_npu: Path, headers: Path) -> None:
-    """Makes libsimcann.so and its other names in the folder `library`."""
+def compile_cann(library: Path, torch_npu: Path, sources: dict[Path, list[str]]) -> None:
+    """Makes libsimcann.so and its other names in the folder `library`, from sources with flags of their own."""
+    headers = install_wheel(HEADERS) / "torch_npu" / "include"
     vendor = [headers, headers / "third_party" / "acl" / "inc", headers / "third_party" / "hccl" / "inc"]
     includes = [f"-I{folder}" for folder in (SOURCES, *vendor, _torch_folder() / "include")]
-    flags = [*_compiler(), "-O2", "-Wall", "-Wextra", "-Wno-deprecated-declarations"]
-    flags.append(f'-DCANN_VERSION="{stack().cann}"')
+    compiler = [*_compiler(), "-O2", "-Wall", "-Wextra", "-Wno-deprecated-declarations"]
+    compiler.append(f'-DCANN_VERSION="{stack().cann}"')
     with tempfile.TemporaryDirectory() as scratch:
-        objects = [Path(scratch) / f"{name}.o" for name in ("acl", "hccl", "opapi")]
-        for file in objects:
-            source = SOURCES / f"{file.stem}.cpp"
-            _run([*flags, *includes, "-c", source, "-o", file], f"{source.name} does not compile")
+        objects = []
+        for source, flags in sources.items():
+            objects.append(Path(scratch) / f"{source.stem}.o")
+            run([*compiler, *flags, *includes, "-c", source, "-o", objects[-1]], f"{source.name} does not compile")
         rest = Path(scratch) / "unsupported.cpp"
         rest.write_text(_unsupported_functions(torch_npu, objects))
         simcann = library / "libsimcann.so"
-        _run([*flags, *includes, "-shared", *objects, rest, "-ldl", "-o", simcann], "libsimcann does not link")
+        run([*compiler, *includes, "-shared", *objects, rest, "-ldl", "-o", simcann], "libsimcann does not link")
     for name in CANN_LIBRARIES:
         (library / f"lib{name}.so").symlink_to(simcann.name)
 
@@ -156,7 +175,7 @@ def _compile_operators(library: Path, torch_npu: Path) -> None:
     folders = [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-L{torch_npu / 'lib'}"]
     flags = [*_compiler(), "-O1", "-w", "-shared", *folders]
     output = ["-ltorch_npu", "-ltorch_cpu", "-lc10", "-o", library / "libsimoperators.so"]
-    _run([*flags, SOURCES / "operators.cpp", *output], "operators.cpp does not compile")
+    run([*flags, SOURCES / "operators.cpp", *output], "operators.cpp does not compile")
 
 
 def _unsupported_functions(torch_npu: Path, parts: list[Path]) -> str:
@@ -169,7 +188,7 @@ def _unsupported_functions(torch_npu: Path, parts: list[Path]) -> str:
 
 
 def _symbols(*arguments) -> set[str]:
-    lines = _run(["nm", *arguments], "nm fails").splitlines()
+    lines = run(["nm", *arguments], "nm fails").splitlines()
     return {line.split()[-1].split("@")[0] for line in lines if line.strip()}
 
 
@@ -204,9 +223,9 @@ def _torch_folder() -> Path:
     return Path(importlib.util.find_spec("torch").origin).parent  # found, not imported
 
 
-def _fingerprint() -> str:
+def _fingerprint(sources: list[Path]) -> str:
     digest = hashlib.sha256()
-    for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
+    for path in sorted(sources):
         digest.update(path.read_bytes())
     digest.update(f"{importlib.metadata.version('torch')} {_torch_folder()}".encode())
     return digest.hexdigest()[:16]
@@ -226,7 +245,8 @@ def _lock():
         yield
 
 
-def _run(command: list, what: str) -> str:
+def run(command: list, what: str) -> str:
+    """What a command printed. Raises: Unavailable, beginning with `what`, when it fails."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode != 0:
         raise Unavailable(f"{what}: {done.stderr.strip()[-2000:]}")

@@ -26,9 +26,19 @@ def simulated_environment() -> dict[str, str]:
     return _simulated()
 
 
-def _simulated() -> dict[str, str]:
+@pytest.fixture(scope="session")
+def trace_environment() -> dict[str, str]:
+    """Variables for a subprocess that should see the trace-only CANN of tests/trace_cann; skips on real cards."""
+    if has_real_cards():
+        pytest.skip("this machine has real Ascend cards")
+    from tests.trace_cann import environment as trace_only
+
+    return _simulated(trace_only)
+
+
+def _simulated(variables=environment) -> dict[str, str]:
     try:
-        return environment()
+        return variables()
     except Unavailable as reason:
         message = f"no simulated Ascend: {reason}"
     if os.environ.get("REQUIRE_NPU_TESTS") == "1":

@@ -1,10 +1,13 @@
 """Files that later steps rely on: written whole or not at all, and tied to what they were made from by SHA-256."""
 
 import contextlib
+import ctypes
+import fcntl
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -175,7 +178,7 @@ def new_directory(path: str | Path, replace: bool = False) -> Iterator[Path]:
     """Yields a temporary directory beside `path`; on leaving, its files are synced and it takes the final name.
 
     With `replace` an existing directory stays in place until the new one is complete. When the block raises, or on
-    Ctrl-C, the temporary directory is removed and `path` is as it was.
+    Ctrl-C, the temporary directory is removed and `path` is as it was; after a kill the next call removes it.
     Raises: UserError when `path` exists and `replace` is false, or when the file system refuses.
     """
     path = Path(path)
@@ -183,7 +186,8 @@ def new_directory(path: str | Path, replace: bool = False) -> Iterator[Path]:
         raise UserError(f"{path} exists already; choose another directory")
     with explained_writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.tmp-"))
+        clear_leftovers(path)
+        temporary, lock = _make_locked(path)
         try:
             os.chmod(temporary, 0o777 & ~_umask())
             yield temporary
@@ -196,17 +200,63 @@ def new_directory(path: str | Path, replace: bool = False) -> Iterator[Path]:
             sync_directory(temporary)
             if path.exists() and not replace:
                 raise UserError(f"{path} has been made meanwhile by somebody else; choose another directory")
-            if path.exists():
+            if not path.exists():
+                os.replace(temporary, path)
+            elif _exchange(temporary, path):
+                shutil.rmtree(temporary)
+            else:
                 old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old-"))
                 os.replace(path, old / path.name)
                 os.replace(temporary, path)
                 shutil.rmtree(old)
-            else:
-                os.replace(temporary, path)
             sync_directory(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        finally:
+            os.close(lock)
+
+
+def _make_locked(path: Path) -> tuple[Path, int]:
+    """A temporary directory beside `path`, and a descriptor whose lock on it says that its owner lives."""
+    while True:
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.tmp-"))
+        lock = os.open(temporary, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = False
+        except BlockingIOError:  # by another start, which takes it for a leftover
+            taken = True
+        except OSError:  # a file system without locks: leftovers stay there
+            taken = False
+        if not taken and temporary.exists():
+            return temporary, lock
+        os.close(lock)
+
+
+def clear_leftovers(path: str | Path) -> None:
+    """Removes what a killed `new_directory(path)` left, and puts back what it had moved away; nothing of a living one."""
+    path = Path(path)
+    is_leftover = re.compile(re.escape(f".{path.name}") + r"\.(tmp|old)-[a-z0-9_]{8}")
+    found = [one for one in sorted(path.parent.glob(".*")) if is_leftover.fullmatch(one.name) and one.is_dir()]
+    for leftover in reversed(found):  # the ones with locks first
+        lock = os.open(leftover, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if ".old-" in leftover.name and (leftover / path.name).exists() and not path.exists():
+                os.replace(leftover / path.name, path)
+            shutil.rmtree(leftover, ignore_errors=True)
+        except OSError:
+            return  # its owner lives
+        finally:
+            os.close(lock)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two directories in one step, so that a kill leaves neither name empty; False where that is not to be had."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux with glibc 2.28; not on network file systems
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(renameat2) and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def read_manifest(dataset_dir: str | Path) -> dict:

@@ -2,12 +2,14 @@
 
 import difflib
 import gc
+import io
 import os
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any, TextIO
 
 
 class UserError(ValueError):
@@ -31,8 +33,36 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+class Output:
+    """Standard output or error that ends no work: characters that the terminal does not know are written as \\u…, and what
+    nobody reads any more (`| head -1`) is dropped."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._unless_broken(self.stream.write, text) or 0
+
+    def flush(self) -> None:
+        self._unless_broken(self.stream.flush)
+
+    def _unless_broken(self, action: Callable, *arguments: str) -> Any:
+        try:
+            return action(*arguments)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+
 def run(main: Callable[[], None], interrupted: str = "interrupted") -> None:
     """Calls `main`; a `UserError`, `RunFailed` or Ctrl-C becomes a message on stderr, without a traceback."""
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     status = _outcome(main, interrupted)
     gc.collect()  # what a failed run held goes before its process group does: see `device.end`
     if status:

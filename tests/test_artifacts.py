@@ -1,12 +1,16 @@
 """Files appear whole or not at all."""
 
 import json
+import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 
 from sft import artifacts
 from sft.errors import UserError
+from tests.conftest import ROOT
 
 
 def test_hashes_of_equal_values_are_equal_and_known():
@@ -52,6 +56,55 @@ def test_replacing_a_directory_keeps_the_old_one_until_the_new_is_complete(tmp_p
         (tmp_path / "race").mkdir()
     (tmp_path / "race").rmdir()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sft import artifacts
+if sys.argv[2] == "no exchange":
+    artifacts._exchange = lambda one, other: False
+kill, replace = (lambda *_: os.kill(os.getpid(), signal.SIGKILL)), os.replace
+def rename(one, other):
+    replace(one, other)
+    if ".old-" in str(other):
+        kill()
+os.replace = rename
+if sys.argv[2] == "exchange":
+    artifacts.shutil.rmtree = kill
+with artifacts.new_directory(sys.argv[1], replace=True) as directory:
+    (directory / "new").write_text("x")
+    if sys.argv[2] == "block":
+        kill()
+"""
+
+
+@pytest.mark.parametrize(("where", "after"), [("block", "old"), ("exchange", "new"), ("no exchange", "old")])
+def test_a_replacement_killed_anywhere_is_cleared_by_the_next_start(tmp_path, where, after):
+    target = tmp_path / "out"
+    with artifacts.new_directory(target) as temporary:
+        (temporary / "old").write_text("x")
+    killed = subprocess.run([sys.executable, "-c", KILLED, target, where], cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) > 1 or where == "no exchange"
+    assert target.exists() or where == "no exchange"
+    (tmp_path / ".out.tmp-of-a-person").mkdir()
+    artifacts.clear_leftovers(target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp-of-a-person", "out"]
+    assert [path.name for path in target.iterdir()] == [after]
+
+
+def test_a_directory_that_is_being_made_is_no_leftover(tmp_path):
+    with artifacts.new_directory(tmp_path / "out") as temporary:
+        (temporary / "row").write_text("x")
+        with artifacts.new_directory(tmp_path / "out") as other:
+            assert sorted(path.name for path in tmp_path.iterdir()) == sorted([temporary.name, other.name])
+            (other / "row").write_text("first")
+            other_name = other.name
+        assert not (tmp_path / other_name).exists() and (temporary / "row").exists()
+        (tmp_path / "out" / "row").unlink()
+        (tmp_path / "out").rmdir()
+    assert (tmp_path / "out" / "row").read_text() == "x"
 
 
 def test_what_is_not_a_data_set_is_said(tmp_path):

@@ -1,19 +1,23 @@
 """data_prep.py from the command line's words to the files on disk."""
 
+import contextlib
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
+import psutil
 import pytest
 
 import data_prep
+from preparation.sources import FORMATS
 from sft.errors import UserError
-from sft.records import FORMATS
 from tests.conftest import ROOT, make_rows, must, run_script, write_jsonl
 
 DATA = Path(__file__).parent / "data"
@@ -189,7 +193,6 @@ def test_the_manifest_ties_the_rows_to_their_sources(prepare, tmp_path):
 def test_all_numbers_of_processes_make_the_same_data_set(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(data_prep, "ROWS_PER_WORKER", 50)
     monkeypatch.setattr(data_prep, "BATCH", 32)
-    monkeypatch.setattr(data_prep, "PART", 160)
     source = write_jsonl(tmp_path / "qa.jsonl", [*make_rows(380), {"question": "Empty?", "answer": ""}])
     one = prepare(source, output="one", eval_fraction=0.05)
     two = prepare(source, output="two", eval_fraction=0.05, num_proc=2)
@@ -354,46 +357,142 @@ def test_the_command_line_ends_with_status_0_and_2(tiny_tokenizer_dir, tmp_path)
     assert len(rows_of(tmp_path / "out")) == 5
 
 
-def test_an_interrupted_preparation_whose_workers_are_gone_ends(tiny_tokenizer_dir, tmp_path):
-    """A pool waits for ever for what a dead worker had in hand; the interrupt itself is swallowed here."""
-    program = """
-import os, sys, threading, time
-import data_prep, sft.errors
-data_prep.GIVE_UP_S = 1.0
-data_prep.encode_rows = lambda *_: wait_for_ever()
-def wait_for_ever():
-    while True:
-        try:
-            print("waiting", flush=True)
-            time.sleep(60)
-        except KeyboardInterrupt:
-            pass
-data_prep.end_on_signals()
-sft.errors.run(data_prep.main)
-"""
-    source = write_jsonl(tmp_path / "qa.jsonl", make_rows(20))
-    command = [sys.executable, "-c", program, "--input", source, "--model_name_or_path", tiny_tokenizer_dir]
-    command += ["--output_dir", tmp_path / "out"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True, **pipes) as process:
-        assert "waiting\n" in iter(process.stdout.readline, "")
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.strip().endswith("interrupted: nothing was written")
-    assert [path.name for path in tmp_path.iterdir()] == ["qa.jsonl"]
-
-
-def test_an_interrupted_preparation_leaves_nothing(tiny_tokenizer_dir, tmp_path):
+@contextlib.contextmanager
+def preparing(tokenizer_dir, tmp_path):
+    """A preparation with two workers that are at work, and these."""
     source = write_jsonl(tmp_path / "qa.jsonl", make_rows(60_000))
-    command = [sys.executable, "data_prep.py", "--input", source, "--model_name_or_path", tiny_tokenizer_dir]
+    command = [sys.executable, "data_prep.py", "--input", source, "--model_name_or_path", tokenizer_dir]
     command += ["--output_dir", tmp_path / "out", "--num_proc", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, start_new_session=True, **pipes) as process:
-        assert process.stdout.readline().startswith("read 60,000 rows")  # the workers start now
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal sends on Ctrl-C
+        assert process.stdout.readline() == "encoding in 2 processes\n"  # they are started now
+        deadline = time.monotonic() + 60
+        while len(workers := psutil.Process(process.pid).children()) < 2:
+            assert time.monotonic() < deadline
+        yield process, workers
+        if process.poll() is None:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_preparation_leaves_nothing(tiny_tokenizer_dir, tmp_path, number):
+    with preparing(tiny_tokenizer_dir, tmp_path) as (process, workers):
+        os.killpg(process.pid, number)  # what a terminal sends on Ctrl-C
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.strip().endswith("interrupted: nothing was written")
     assert "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["qa.jsonl"]
+    psutil.wait_procs(workers, timeout=30)
+    assert not any(worker.is_running() for worker in workers)
+
+
+def test_a_killed_worker_is_one_sentence(tiny_tokenizer_dir, tmp_path):
+    with preparing(tiny_tokenizer_dir, tmp_path) as (process, workers):
+        workers[0].kill()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith("error: a worker process of the preparation was killed, mostly because memory ran out")
+    assert "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["qa.jsonl"]
+
+
+def test_workers_do_not_outlive_a_killed_preparation_whose_leftovers_the_next_one_removes(
+    tiny_tokenizer_dir, prepare, tmp_path
+):
+    with preparing(tiny_tokenizer_dir, tmp_path) as (process, workers):
+        with pytest.raises(UserError, match="not a whole Parquet file"):  # ends before it writes, while the other lives
+            prepare(tmp_path / "qa.jsonl", format="parquet")
+        (leftover,) = tmp_path.glob(".out.tmp-*")
+        process.kill()
+        psutil.wait_procs(workers, timeout=30)
+        assert not any(worker.is_running() for worker in workers)
+    assert leftover.exists()
+    write_jsonl(tmp_path / "qa.jsonl", make_rows(5))
+    prepare(tmp_path / "qa.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "qa.jsonl"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "gbk"])
+def test_a_terminal_that_cannot_show_a_text_ends_no_preparation(tiny_tokenizer_dir, tmp_path, encoding):
+    source = write_jsonl(tmp_path / "qa.jsonl", [{"question": "क्या है?", "answer": "梯度 🙂"}])
+    words = ["--input", source, "--model_name_or_path", tiny_tokenizer_dir, "--output_dir", tmp_path / "out"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "data_prep.py", *map(str, words)], cwd=ROOT, env=environment, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\U0001f642" in done.stdout
+    assert len(rows_of(tmp_path / "out")) == 1
+
+
+def test_a_reader_that_goes_away_ends_no_preparation(tiny_tokenizer_dir, tmp_path):
+    source = write_jsonl(tmp_path / "qa.jsonl", make_rows(20))
+    words = ["--input", source, "--model_name_or_path", tiny_tokenizer_dir, "--output_dir", tmp_path / "out"]
+    command = [sys.executable, "data_prep.py", *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.wait(), errors) == (0, "")
+    assert len(rows_of(tmp_path / "out")) == 19
+
+
+def test_overwriting_removes_only_what_was_written_here(prepare, tmp_path):
+    source = write_jsonl(tmp_path / "qa.jsonl", make_rows(10))
+    prepare(source)
+    own = tmp_path / "out"
+    for name in ("run/summary.json", "train/notes.txt", "eval/deep/x.arrow"):
+        (own / name).parent.mkdir(exist_ok=True)
+        (own / name).write_text("years of work")
+    (own / "train" / "cache-1.arrow").write_text("of `datasets`")
+    with pytest.raises(
+        UserError, match="would delete what this script did not write: eval/deep; run; train/notes.txt; move"
+    ):
+        prepare(source, overwrite="true")
+    assert (own / "run" / "summary.json").read_text() == "years of work"
+    for name in ("run", "eval/deep"):
+        shutil.rmtree(own / name)
+    (own / "train" / "notes.txt").unlink()
+    assert prepare(source, overwrite="true", max_length=64)["max_length"] == 64
+
+
+@pytest.mark.parametrize(("flag", "column"), [("question", "answer"), ("question", "output"), ("answer", "question")])
+def test_a_column_of_the_other_kind_alone_is_refused(prepare, tmp_path, flag, column):
+    with pytest.raises(UserError, match=f"--{flag}_column {column} alone: a field of that name holds the"):
+        prepare(DATA / "bom.jsonl", **{f"{flag}_column": column})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shares_of_files_are_mixed_and_told(prepare, tmp_path, capsys):
+    one = write_jsonl(tmp_path / "one.jsonl", make_rows(40))
+    other = write_jsonl(tmp_path / "other.jsonl", [{"question": f"Other {i}?", "answer": "Yes."} for i in range(60)])
+    manifest = prepare(one, f"{other}:0.25", eval_fraction=0.1)
+    assert (manifest["rows_read"], manifest["rows_written"]) == (100, {"train": 49, "eval": 6})
+    assert manifest["shares"] == {str(other): {"share": 0.25, "rows": 60, "taken": 15}}
+    assert f"{other}: 15 of 60 rows taken" in capsys.readouterr().out
+    questions = [row["question"] for name in ("train", "eval") for row in rows_of(tmp_path / "out", name)]
+    assert sum(question.startswith("Other") for question in questions) == 15
+    again = prepare(one, f"{other}:0.25", eval_fraction=0.1, output="again")
+    assert again["dataset_sha256"] == manifest["dataset_sha256"]
+    with pytest.raises(UserError, match="made differently"):
+        prepare(one, f"{other}:0.5", eval_fraction=0.1)
+
+
+def test_unused_fields_and_files_are_named(prepare, tmp_path, capsys):
+    rows = [{"question": f"Q{i}?", "answer": "A.", "topic": "x", "empty": ""} for i in range(3)]
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "qa.jsonl", [*rows, {"question": "Q9?", "answer": "A.", "score": 0.5}])
+    (tmp_path / "in" / "notes.docx").write_text("x")
+    manifest = prepare(tmp_path / "in")
+    assert manifest["unused_fields"] == {"topic": 3, "score": 1}
+    assert manifest["files_not_read"] == [str(tmp_path / "in" / "notes.docx")]
+    screen = capsys.readouterr().out
+    assert "fields that are not used: topic (3 rows); score (1 rows)" in screen
+    assert f"  {tmp_path / 'in' / 'notes.docx'}\n" in screen
+
+
+def test_rows_that_all_fail_for_one_reason_are_told_once(prepare, tmp_path):
+    rows = [{"question": f"Q{i}?", "answer": " "} for i in range(30)]
+    with pytest.raises(UserError, match=r"none of the 30 rows can be used, all for the same reason: empty answer \("):
+        prepare(write_jsonl(tmp_path / "qa.jsonl", rows))

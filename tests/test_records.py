@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preparation.holdout import choose_held_out, find_near, question_hash, similarity, sketch
+from preparation.records import RowError, UnknownFields, normalise_question, read_dialogue
+from preparation.sources import find_sources, read_rows
 from sft.errors import UserError
-from sft.holdout import choose_held_out, find_near, question_hash, similarity, sketch
-from sft.records import RowError, UnknownFields, find_sources, normalise_question, read_dialogue, read_rows
 
 
 def pair(question: str, answer: str) -> list[dict]:
@@ -71,9 +72,14 @@ def test_each_schema_becomes_the_same_dialogue(row, messages):
         ({"messages": "q"}, "`messages` is text; expected a list of turns"),
         ({"messages": []}, "nothing to learn"),
         ({"messages": pair("q", "a")[:1]}, "nothing to learn"),
-        ({"messages": pair("q", "a")[::-1]}, "roles do not alternate: turn 1 is assistant, expected user"),
+        ({"messages": pair("q", "a")[::-1]}, "nothing to learn: no assistant turn"),
+        (
+            {"messages": pair("q", "a") + pair("q", "a")[1:]},
+            "roles do not alternate: turn 3 is assistant, expected user",
+        ),
         ({"messages": pair("q", "a") + SYSTEM}, "roles do not alternate: turn 3 is system, expected user"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "the role 'tool' is unknown"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "roles do not alternate: turn 1 is tool, expected user"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "the role 'narrator' is unknown"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "the role ['user'] is unknown"),
         ({"messages": pair("q", " ")}, "empty answer"),
         (["q", "a"], "the row is a list; expected an object with fields"),
@@ -114,7 +120,7 @@ def test_an_unanswered_last_turn_is_cut_and_counted():
 
 
 def read(path, encoding="utf-8", file_format="auto"):
-    (source,) = find_sources([str(path)], file_format)
+    (source,), _ = find_sources([str(path)], file_format)
     return list(read_rows(source, encoding))
 
 
@@ -150,7 +156,7 @@ def test_lines_are_those_where_rows_begin(tmp_path):
         ("a.jsonl.gz", b"\x1f\x8b\x08\x00cut", "a.jsonl.gz is not a whole gzip file"),
         ("a.jsonl.gz", b"plain", "a.jsonl.gz is not a whole gzip file"),
         ("a.jsonl", '{"a": "x"}\n{"a": "数据并行训练"}\n'.encode("gbk"), "a.jsonl:2: this is not UTF-8"),
-        ("a.jsonl", '{"a": "数据"}'.encode("utf-16"), "looks like UTF-16; read it with --encoding utf_16"),
+        ("a.jsonl", '{"a": "数据"}'.encode("utf-16"), "this is not UTF-8 but UTF-16; read it with --encoding utf-16"),
     ],
 )
 def test_broken_files_are_errors_with_their_place(tmp_path, name, content, message):
@@ -198,7 +204,7 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.jsonl", "a.csv", "sub/c.json.gz", "notes.md"):
         (tmp_path / name).write_bytes(b"")
-    assert [os.path.relpath(s.path, tmp_path) for s in find_sources([str(tmp_path)])] == [
+    assert [os.path.relpath(s.path, tmp_path) for s in find_sources([str(tmp_path)])[0]] == [
         "a.csv",
         "b.jsonl",
         "sub/c.json.gz",
@@ -304,7 +310,7 @@ def test_sketches_do_not_depend_on_their_neighbours():
 def test_json_that_is_no_list_of_rows_is_said_to_be_so(tmp_path, text, message):
     path = tmp_path / "rows.json"
     path.write_text(text)
-    (source,) = find_sources([str(path)])
+    (source,), _ = find_sources([str(path)])
     with pytest.raises(UserError, match=message):
         list(read_rows(source))
 
@@ -320,4 +326,4 @@ def test_hidden_files_of_a_directory_are_not_read(tmp_path):
     for name in ("rows.jsonl", "._rows.jsonl", ".ipynb_checkpoints/rows.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"question": "a?", "answer": "b"}\n')
-    assert [source.path for source in find_sources([str(tmp_path)])] == [str(tmp_path / "rows.jsonl")]
+    assert [source.path for source in find_sources([str(tmp_path)])[0]] == [str(tmp_path / "rows.jsonl")]

@@ -1,0 +1,213 @@
+"""All rows with their tokens: one Arrow file on disk, their figures in memory, and the splits that are made of them."""
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+from pyarrow import compute
+
+from preparation.holdout import BANDS, question_hash, sketch
+from preparation.records import Dialogue, normalise_question
+from sft.artifacts import sha256_json
+from sft.encoding import IGNORED, encode_dialogues
+
+SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
+
+COLUMNS = datasets.Features(
+    {
+        "id": datasets.Value("string"),
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "labels": datasets.Sequence(datasets.Value("int32")),
+        "length": datasets.Value("int32"),
+        "target_tokens": datasets.Value("int32"),
+        "question": datasets.Value("string"),
+        "reference": datasets.Value("string"),
+    }
+)
+# What is known of a row beside these; not part of the data set.
+FIGURES = {
+    "source": pyarrow.int32(),
+    "line": pyarrow.int64(),
+    "length": pyarrow.int32(),
+    "target_tokens": pyarrow.int32(),
+    "full_length": pyarrow.int32(),
+    "truncated": pyarrow.bool_(),
+    "question_hash": pyarrow.uint64(),
+    "answer_hash": pyarrow.uint64(),
+    "row_hash": pyarrow.uint64(),
+}
+SCHEMA = pyarrow.schema(
+    [
+        *COLUMNS.arrow_schema,
+        *((name, kind) for name, kind in FIGURES.items() if name not in COLUMNS),
+        ("reason", pyarrow.string()),
+        ("asks", pyarrow.string()),  # all questions, normalised
+        ("bands", pyarrow.list_(pyarrow.uint32(), BANDS)),
+    ]
+)
+
+
+@dataclass
+class Row:
+    """A usable row and where it stands."""
+
+    source: int  # number of the source
+    line: int
+    id: str
+    dialogue: Dialogue
+
+
+@dataclass
+class Encoding:
+    """How rows become tokens: what the worker processes need."""
+
+    tokenizer: object
+    max_length: int
+    on_too_long: str
+    seed: int
+    with_sketch: bool  # for the search of near copies; of no use when nothing is held out
+
+    def __call__(self, rows: list[Row]) -> pyarrow.RecordBatch:
+        """The rows as SCHEMA has them; a row that cannot be encoded has length 0 and a reason."""
+        dialogues = [row.dialogue.messages for row in rows]
+        encoded = encode_dialogues(self.tokenizer, dialogues, self.max_length, self.on_too_long)
+        answered = [last_answered(messages, row.answers) for messages, row in zip(dialogues, encoded)]
+        asks = [SEPARATOR.join(map(normalise_question, contents(messages, "user"))) for messages in dialogues]
+        bands = sketch(asks) if self.with_sketch else np.zeros((len(asks), BANDS), dtype=np.uint32)
+        columns = {
+            "id": [row.id for row in rows],
+            "input_ids": to_lists([row.input_ids for row in encoded]),
+            "labels": to_lists([row.labels for row in encoded]),
+            "length": [len(row.input_ids) for row in encoded],
+            "target_tokens": [len(row.labels) - row.labels.count(IGNORED) for row in encoded],
+            "question": [question for question, _ in answered],
+            "reference": [reference for _, reference in answered],
+            "source": [row.source for row in rows],
+            "line": [row.line for row in rows],
+            "reason": [row.reason for row in encoded],
+            "full_length": [row.full_length for row in encoded],
+            "truncated": [row.truncated for row in encoded],
+            "asks": asks,
+            "question_hash": [question_hash(question, self.seed) for question in asks],
+            "answer_hash": [hash_text(SEPARATOR.join(contents(messages, "assistant"))) for messages in dialogues],
+            "row_hash": [hash_text(json.dumps([row.dialogue.messages, row.dialogue.tools])) for row in rows],
+            "bands": pyarrow.FixedSizeListArray.from_arrays(bands.reshape(-1), BANDS),
+        }
+        return pyarrow.RecordBatch.from_arrays(
+            [
+                column if isinstance(column, pyarrow.Array) else pyarrow.array(column, SCHEMA.field(name).type)
+                for name, column in ((name, columns[name]) for name in SCHEMA.names)
+            ],
+            schema=SCHEMA,
+        )
+
+
+def contents(messages: list[dict], role: str) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == role]
+
+
+def last_answered(messages: list[dict], answers: int) -> tuple[str, str]:
+    """Question and answer of the last turn that is in the row."""
+    if not answers:
+        return "", ""
+    return contents(messages, "user")[answers - 1], contents(messages, "assistant")[answers - 1]
+
+
+def to_lists(rows: list[list[int]]) -> pyarrow.ListArray:
+    """List column made from one flat array: ten times faster than from Python lists."""
+    offsets = np.cumsum([0] + [len(row) for row in rows], dtype=np.int32)
+    flat = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=offsets[-1])
+    return pyarrow.ListArray.from_arrays(offsets, flat)
+
+
+def hash_text(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class EncodedRows:
+    """Rows of SCHEMA in an Arrow file, and `figures`: one array (rows,) for each name of FIGURES, and `bands` (rows, BANDS)."""
+
+    def __init__(self, path: Path, batches: Iterator[pyarrow.RecordBatch]):
+        """Writes the batches as they come. Raises: OSError when the disk refuses."""
+        self.path = path
+        pieces = {name: [np.empty(0, kind.to_pandas_dtype())] for name, kind in FIGURES.items()}
+        pieces["bands"] = [np.empty((0, BANDS), np.uint32)]
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, SCHEMA) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+                for name in FIGURES:  # copies: a view would keep the whole batch in memory
+                    pieces[name].append(np.array(batch.column(name)))
+                pieces["bands"].append(np.array(batch.column("bands").flatten()).reshape(-1, BANDS))
+        self.figures = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
+
+    def __len__(self) -> int:
+        return len(self.figures["length"])
+
+    def batches(self, columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Some columns, batch by batch, read rather than mapped: pages of a mapping stay in memory."""
+        with pyarrow.OSFile(str(self.path)) as file, pyarrow.ipc.open_stream(file) as batches:
+            for batch in batches:
+                yield batch.select(columns)
+
+    def taken(self, rows: np.ndarray, columns: list[str]) -> Iterator[tuple[np.ndarray, pyarrow.RecordBatch]]:
+        """The batches cut down to the rows (sorted row numbers) that each has, and which these are."""
+        first = 0
+        for batch in self.batches(columns) if len(rows) else ():
+            here = rows[slice(*np.searchsorted(rows, [first, first + len(batch)]))]
+            if len(here):
+                yield here, batch.take(pyarrow.array(here - first))
+            first += len(batch)
+
+    def take(self, rows: np.ndarray, columns: list[str]) -> dict[int, dict]:
+        """row → values of some columns, in one pass over the file."""
+        taken: dict[int, dict] = {}
+        for numbers, batch in self.taken(np.unique(rows), columns):
+            taken.update(zip(numbers.tolist(), batch.to_pylist()))
+        return taken
+
+    def count(self, rows: np.ndarray, column: str) -> dict[str, int]:
+        """How often each value stands in a column of texts, or of lists of texts, among the rows (sorted)."""
+        counts: Counter = Counter()
+        for _, batch in self.taken(rows, [column]):
+            values = batch.column(column)
+            values = values.flatten() if pyarrow.types.is_list(values.type) else values
+            counts.update({pair["values"]: pair["counts"] for pair in compute.value_counts(values).to_pylist()})
+        return dict(sorted(counts.items()))
+
+    def write_splits(self, split: dict[str, np.ndarray], directory: Path) -> str:
+        """Writes each split as a directory that `datasets` loads.
+
+        Returns the SHA-256 over ids, input_ids and labels of the splits in order, whatever the layout of the Arrow files.
+        """
+        hashes = []
+        schema = COLUMNS.arrow_schema
+        for name, rows in split.items():
+            digests = {column: hashlib.sha256() for column in ("id", "length", "input_ids", "labels")}
+            new_file = directory / f"{name}.arrow"
+            with pyarrow.OSFile(str(new_file), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+                for _, batch in self.taken(rows, list(COLUMNS)):
+                    writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+                    add_hashes(digests, batch)
+            hashes.append([name, *(digest.hexdigest() for digest in digests.values())])
+            # `datasets` writes the files that describe one row; all rows, never in memory at once, replace it.
+            blank = {"id": "", "input_ids": [], "labels": [], "length": 0, "target_tokens": 0, "question": "", "reference": ""}  # fmt: skip
+            frame = pyarrow.Table.from_pylist([blank], schema=schema)
+            datasets.Dataset(frame, fingerprint=sha256_json(hashes)[:16]).save_to_disk(str(directory / name))
+            (data_file,) = (directory / name).glob("*.arrow")
+            new_file.replace(data_file)
+        return sha256_json(hashes)
+
+
+def add_hashes(digests: dict, batch: pyarrow.RecordBatch) -> None:
+    """Feeds one running hash per column, so that the cut into batches does not show."""
+    digests["id"].update("".join(f"{row_id}\n" for row_id in batch.column("id").to_pylist()).encode())
+    digests["length"].update(np.asarray(batch.column("length"), dtype="<i4").tobytes())
+    for name in ("input_ids", "labels"):
+        digests[name].update(np.asarray(batch.column(name).flatten(), dtype="<i4").tobytes())

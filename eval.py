@@ -24,7 +24,7 @@ import datasets
 import numpy as np
 from tqdm import tqdm
 
-from sft import artifacts, checkpoint, evaluation, metrics, modeling, origin, report
+from sft import artifacts, checkpoint, evaluation, metrics, modeling, report, run_directory
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
 from sft.errors import RunFailed, UserError
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
 def open_run(settings: EvalConfig) -> report.Run:
     """The finished run. Raises: UserError when it is not one, saying what is there, or its base model has changed."""
     run = report.load_run(settings.run_dir)
-    lack = origin.unfinished(run.directory)
+    lack = run_directory.unfinished(run.directory)
     if lack:
         there = ", ".join(path.name for path in checkpoint.directories(run.directory)) or "no checkpoint"
         raise UserError(

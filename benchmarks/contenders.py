@@ -124,8 +124,8 @@ def time_products(run, step: int, linears: list) -> dict:
     """
     import torch
 
-    config = run.peft_model.config
-    causal = run.peft_model.get_base_model()
+    config = run.learner.peft_model.config
+    causal = run.learner.peft_model.get_base_model()
     if not linears:
         head = causal.get_output_embeddings()
         modules = [(name, m) for name, m in causal.named_modules() if isinstance(m, torch.nn.Linear)]

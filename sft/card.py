@@ -1,5 +1,15 @@
 """The model card of a finished run: README.md beside the adapter, as hubs and colleagues expect it."""
 
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+
+
+def header(base_model: str, **fields) -> str:
+    """The card's YAML front matter. A base on this machine's disk is left out: a hub would take it for a hub name."""
+    named = {} if Path(base_model).exists() else {"base_model": base_model}
+    return f"---\n{ModelCardData(**named, **fields, ignore_metadata_errors=True).to_yaml()}\n---\n"
+
 
 def model_card(settings: dict, provenance: dict, summary: dict) -> str:
     """Markdown with PEFT's front matter: what was trained on what, how it went, how to load it."""
@@ -8,15 +18,10 @@ def model_card(settings: dict, provenance: dict, summary: dict) -> str:
         start = f"{summary['first_eval_loss']:.4f} → " if summary["first_eval_loss"] != summary["eval_loss"] else ""
         held_out = f"| held-out loss (nats per target token) | {start}{summary['eval_loss']:.4f} |\n"
     simulated = "\n**Made on a simulated Ascend, not on hardware.**\n" if summary["simulated"] else ""
-    return f"""---
-base_model: {provenance["model_name_or_path"]}
-library_name: peft
-pipeline_tag: text-generation
-tags:
-- lora
-- sft
----
-
+    head = header(
+        provenance["model_name_or_path"], library_name="peft", pipeline_tag="text-generation", tags=["lora", "sft"]
+    )
+    return f"""{head}
 # LoRA adapter for {provenance["model_name_or_path"]}
 {simulated}
 | | |
@@ -42,15 +47,11 @@ model = PeftModel.from_pretrained(base, "{settings["output_dir"]}")
 def merged_card(origin: dict) -> str:
     """Markdown for a merged model: what it was made from, how near it is to base + adapter, how to serve it."""
     verified = origin["verified"]
-    return f"""---
-base_model: {origin["base_model"]}
-base_model_relation: finetune
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- sft
----
-
+    head = header(
+        origin["base_model"], base_model_relation="finetune", library_name="transformers", pipeline_tag="text-generation",
+        tags=["sft"],
+    )  # fmt: skip
+    return f"""{head}
 # {origin["base_model"]} with a LoRA adapter merged in
 
 | | |

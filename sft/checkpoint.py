@@ -3,14 +3,9 @@
 A checkpoint is a directory checkpoint-<step> that appears complete, by rename, or not at all.
 """
 
-import fcntl
 import math
-import os
 import re
 import shutil
-import socket
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +16,11 @@ from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from sft.artifacts import explained_writing, new_directory, read_json, sha256_file, write_json
+from sft.artifacts import new_directory, read_json, sha256_file, write_json
 from sft.errors import UserError
 from sft.modeling import adapter_tensors, full_tensor, read_adapter, trainable_parameters, write_adapter, write_tensors
 
 CHECKSUMS = "checksums.json"
-LOCK = ".lock"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -90,21 +84,18 @@ def shard_like(whole: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tens
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def save(
-    run_dir: Path,
-    step: int,
-    progress: dict,
-    model: torch.nn.Module,
-    peft_model: PeftModel,
-    optimizer: torch.optim.Optimizer,
-    is_main_process: bool,
-) -> None:
-    """Writes checkpoint-<step>. Every rank calls it (sharded tensors are gathered); only the main process writes."""
-    adapter = adapter_tensors(model, peft_model)
-    moments = optimizer_tensors(model, optimizer)
-    if not is_main_process:
-        return
-    with new_directory(run_dir / f"checkpoint-{step}", replace=True) as directory:
+def collect(model: torch.nn.Module, peft_model: PeftModel, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    """(adapter tensors, optimizer tensors) as a checkpoint holds them, whole and on the CPU. Call it on every rank."""
+    return adapter_tensors(model, peft_model), optimizer_tensors(model, optimizer)
+
+
+def write(path: Path, step: int, progress: dict, contents: tuple[dict, dict], peft_model: PeftModel) -> None:
+    """Writes the checkpoint directory `path`, on the main process; contents: what `collect` gave.
+
+    Raises: UserError when the file system refuses.
+    """
+    adapter, moments = contents
+    with new_directory(path, replace=True) as directory:
         write_adapter(directory, adapter, peft_model)
         write_tensors(directory / "optimizer.safetensors", moments)
         write_json(directory / "progress.json", {"step": step, **progress})
@@ -200,58 +191,3 @@ def eval_loss(path: Path) -> float | None:
     except (UserError, AttributeError):  # damaged: never the best
         return None
     return loss if loss is not None and math.isfinite(loss) else None
-
-
-def is_leftover(path: Path) -> bool:
-    """Whether a file or directory is what a killed process was writing, or the lock."""
-    return path.name == LOCK or re.fullmatch(r"\..+\.(tmp|old)-\w+", path.name) is not None
-
-
-def remove_leftovers(run_dir: Path) -> None:
-    """Deletes the temporary directories and files that a killed run left in its run directory."""
-    for path in run_dir.glob(".*.tmp-*"):
-        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
-    for path in run_dir.glob(".*.old-*"):
-        for inside in path.iterdir():  # killed between the two renames of a replacement: put the old one back
-            if not (run_dir / inside.name).exists():
-                inside.rename(run_dir / inside.name)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-_claims: dict[Path, int] = {}  # descriptors of locked files; the kernel lets go of a lock when its process ends
-
-
-def claim(run_dir: Path, wait_s: float = 60.0) -> None:
-    """Makes this process the only one that writes a run directory, until it ends, however it ends.
-
-    Ranks outlive a launcher that was killed and still save: a new start waits for them.
-    Raises: UserError naming the process that has the directory.
-    """
-    if run_dir.resolve() in _claims:
-        return
-    with explained_writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    end = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace")
-            if time.monotonic() > end:
-                raise UserError(
-                    f"{run_dir} is being written by {holder or 'another process'}; wait for it or end it, or choose "
-                    "another output_dir"
-                ) from None
-            time.sleep(0.05)
-        except OSError as error:
-            print(
-                f"warning: {run_dir} cannot be locked ({error.strerror}): start one run in it at a time",
-                file=sys.stderr,
-            )
-            break
-    with explained_writing(run_dir / LOCK):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    _claims[run_dir.resolve()] = descriptor

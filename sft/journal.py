@@ -37,19 +37,19 @@ class Journal:
     A resumed run keeps the records up to its checkpoint's step and writes the later ones again.
     """
 
-    def __init__(self, run_dir: Path, accelerator, first_step: int, total_steps: int, settings: dict):
-        self.path = run_dir / "metrics.jsonl"
-        self.accelerator = accelerator
+    def __init__(self, run_dir: Path, accelerator, total_steps: int, settings: dict):
+        self.path, self.accelerator, self.settings = run_dir / "metrics.jsonl", accelerator, settings
         self.is_main = accelerator.is_main_process
         self.total_steps = total_steps
         self.line_every = max(1, total_steps // 20)
-        if not self.is_main:
-            return
-        kept = [record for record in read_metrics(run_dir) if first_step and record["step"] <= first_step]
+        self.bar = None
+
+    def open(self, first_step: int) -> None:
+        """Begins, or goes on after `first_step`, on the main process. Raises: UserError when the disk is full."""
+        kept = [record for record in read_metrics(self.path.parent) if first_step and record["step"] <= first_step]
         there = {record["step"] for record in kept if "loss" in record}
-        missing = [
-            step for step in range(1, first_step + 1) if step % settings["logging_steps"] == 0 and step not in there
-        ]
+        every = self.settings["logging_steps"]
+        missing = [step for step in range(1, first_step + 1) if step % every == 0 and step not in there]
         if missing:
             print(
                 f"warning: {self.path} lacks {len(missing)} of the {first_step} steps trained before, the first is {missing[0]}; "
@@ -58,11 +58,12 @@ class Journal:
             )
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         plain = {
-            key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in settings.items()
+            key: value if isinstance(value, (int, float, str, bool)) else str(value)
+            for key, value in self.settings.items()
         }
-        accelerator.init_trackers("sft", config=plain)
+        self.accelerator.init_trackers("sft", config=plain)
         self.bar = tqdm(
-            total=total_steps, initial=first_step, desc="train", unit="step", disable=not sys.stderr.isatty()
+            total=self.total_steps, initial=first_step, desc="train", unit="step", disable=not sys.stderr.isatty()
         )
 
     def write(self, record: dict) -> None:
@@ -102,5 +103,5 @@ class Journal:
 
     def close(self) -> None:
         """Ends the progress line."""
-        if self.is_main:
+        if self.bar is not None:
             self.bar.close()

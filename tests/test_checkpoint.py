@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft import artifacts, batching, checkpoint
+from sft import artifacts, batching, checkpoint, run_directory
 from sft.errors import UserError
 from sft.journal import read_metrics
 from tests.conftest import STEPS
@@ -209,8 +209,8 @@ def test_what_a_killed_process_left_is_cleared_and_a_replaced_checkpoint_comes_b
     write_checkpoint(tmp_path / ".checkpoint-10.old-abc", 10)  # killed between the two renames of a replacement
     (tmp_path / ".checkpoint-10.tmp-def").mkdir()
     (tmp_path / ".metrics.jsonl.tmp-ghi").write_text("{")
-    assert all(checkpoint.is_leftover(path) for path in tmp_path.iterdir())
-    checkpoint.remove_leftovers(tmp_path)
+    assert all(run_directory.is_leftover(path) for path in tmp_path.iterdir())
+    run_directory.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
     assert checkpoint.newest(tmp_path).step == 10
 
@@ -218,14 +218,14 @@ def test_what_a_killed_process_left_is_cleared_and_a_replaced_checkpoint_comes_b
 def test_a_run_directory_has_one_writer_at_a_time(tmp_path):
     import fcntl
 
-    descriptor = os.open(tmp_path / checkpoint.LOCK, os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(tmp_path / run_directory.LOCK, os.O_RDWR | os.O_CREAT)
     os.write(descriptor, b"process 7 on elsewhere")
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(UserError, match="is being written by process 7 on elsewhere; wait for it or end it"):
-        checkpoint.claim(tmp_path, wait_s=0.0)
+        run_directory.claim(tmp_path, wait_s=0.0)
     os.close(descriptor)
-    checkpoint.claim(tmp_path, wait_s=0.0)
-    assert (tmp_path / checkpoint.LOCK).read_text() == f"process {os.getpid()} on {os.uname().nodename}"
+    run_directory.claim(tmp_path, wait_s=0.0)
+    assert (tmp_path / run_directory.LOCK).read_text() == f"process {os.getpid()} on {os.uname().nodename}"
 
 
 class Trap:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft import artifacts, batching, checkpoint, device
+from sft import artifacts, batching, checkpoint, device, run_directory
 from sft.journal import read_metrics
 from sft.watchdog import name_missing
 from tests.conftest import ROOT, launch, must
@@ -253,7 +253,7 @@ def test_a_run_killed_while_its_directory_was_begun_starts_afresh(warm, argument
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / ".provenance.json.tmp-abc").write_text("{")
-    (run_dir / checkpoint.LOCK).touch()
+    (run_dir / run_directory.LOCK).touch()
     status, output = warm.run(*arguments(run_dir, "--stop_at_step", "1"), processes=1)
     assert status == 0, output
     assert not (run_dir / ".provenance.json.tmp-abc").exists()
@@ -267,7 +267,7 @@ def test_the_single_process_launcher_leaves_no_child_behind(arguments, tmp_path)
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     wait_until(lambda: steps(run_dir) >= 3)
-    holder = int((run_dir / checkpoint.LOCK).read_text().split()[1])
+    holder = int((run_dir / run_directory.LOCK).read_text().split()[1])
     assert holder != launcher.pid
     launcher.send_signal(signal.SIGTERM)  # Accelerate does not pass it on
     launcher.wait(30)

@@ -1,0 +1,49 @@
+"""What a run that cannot go on says: which rank, step and rows, what is intact, and what to change."""
+
+import contextlib
+import json
+
+import numpy as np
+
+from sft import device
+from sft.artifacts import write_text
+from sft.errors import RunFailed
+
+
+@contextlib.contextmanager
+def explained_memory(run, step: int, rows: list[int]):
+    """Turns running out of memory on these rows into a sentence with rank and step. Raises: RunFailed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_out_of_memory(error):
+            raise
+        accelerator, plan = run.accelerator, run.plan
+        raise RunFailed(
+            f"out of memory on rank {accelerator.process_index} ({accelerator.device}) in step {step + 1}, rows "
+            f"{rows} of {[int(plan.lengths[row]) for row in rows]} tokens; set gradient_checkpointing: true, or a "
+            f"smaller per_device_train_batch_size with global_batch_size: {plan.global_batch_size} (same result), or "
+            f"auto_micro_batch: true. {run.directory.where_to_go_on()}. The allocator said: {(str(error).splitlines() or [''])[0]}",
+            here_only=True,
+        ) from error
+
+
+def fail_on_non_finite(run, step: int, ranks: np.ndarray, layout: list[list[list[int]]]) -> None:
+    """Ends the run on every rank; the main process first writes the rows concerned to a file.
+
+    ranks: (ranks, 3), the first two columns each rank's Σ nats and gradient norm. Raises: RunFailed.
+    """
+    train_rows = run.inputs.train_rows
+    bad = [rank for rank in range(len(ranks)) if not np.isfinite(ranks[rank, 0])] or list(range(len(ranks)))
+    rows = [row for micro_batch in layout for rank in bad for row in micro_batch[rank]]
+    path = run.directory.path / f"non_finite_step-{step + 1}.jsonl"
+    if run.accelerator.is_main_process:
+        lines = [json.dumps({"row": row, **train_rows[row]}, ensure_ascii=False) for row in rows]
+        write_text(path, "\n".join(lines) + "\n")
+    raise RunFailed(
+        f"step {step + 1}: Σ loss per rank is {ranks[:, 0].tolist()}, gradient norm {ranks[0, 1]}; not finite on rank "
+        f"{', '.join(map(str, bad))}. The optimizer was not touched. Rows {rows} (ids "
+        f"{', '.join(train_rows[row]['id'] for row in rows)}) of {[int(run.plan.lengths[row]) for row in rows]} tokens are "
+        f"in {path}. {run.directory.where_to_go_on()}. Look at the rows; lower learning_rate"
+        f"{'' if run.directory.provenance['base_dtype'] == 'float32' else ' or use dtype: float32'}"
+    )

@@ -1,0 +1,69 @@
+"""What a finished run leaves: adapter, loss curve, model card and summary.json, which comes last."""
+
+from dataclasses import asdict
+
+from sft import artifacts, device
+from sft.card import model_card
+from sft.errors import UserError
+from sft.journal import read_metrics
+
+
+def write(run, tensors: dict, peaks: list[int], held: list[int]) -> None:
+    """Writes the results of a run at its last step, on the main process, and says how it went.
+
+    tensors: the adapter. peaks, held: bytes of memory and numbers of parameters, per rank.
+    """
+    from sft.report import plot_loss  # matplotlib is slow to import, and one process needs it
+
+    run_dir = run.directory.path
+    run.directory.write_adapter(tensors, run.learner.peft_model)
+    metrics = read_metrics(run_dir)
+    summary = summarize(run, metrics, peaks, held)
+    with artifacts.explained_writing(run_dir / "loss.png"):
+        plot_loss(metrics, run_dir / "loss.png")
+    card = model_card(asdict(run.settings), run.directory.provenance, summary)
+    artifacts.write_text(run_dir / "README.md", card)
+    artifacts.write_json(run_dir / "summary.json", summary)
+    first, last = summary["first_eval_loss"], summary["eval_loss"]
+    fell = f", held-out loss {first:.4f} → {last:.4f}" if first != last else ""
+    print(
+        f"Done: loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f}{fell} in {run.train_time_s:.0f} s. "
+        f"Adapter and plot in {run_dir}."
+    )
+
+
+def summarize(run, metrics: list[dict], peaks: list[int], held: list[int]) -> dict:
+    """The content of summary.json. Raises: UserError when the run's records are lost."""
+    run_dir, plan, accelerator = run.directory.path, run.plan, run.accelerator
+    losses = [record["loss"] for record in metrics if "loss" in record]
+    held_out = [record["eval_loss"] for record in metrics if "eval_loss" in record]
+    if not losses:
+        raise UserError(f"{run_dir / 'metrics.jsonl'} was lost: copy it back, or begin anew with overwrite_output_dir")
+    if metrics[0]["step"] > run.settings.logging_steps:  # lost on the way: its first line is not the run's first
+        losses, held_out = losses[-1:], held_out[-1:]
+    tokens = sum(int(plan.lengths[plan.rows(step)].sum()) for step in range(run.total_steps))
+    trainable, total, _ = run.learner.parameters
+    return {
+        "world_size": accelerator.num_processes,
+        "backend": device.backend(),
+        "device": accelerator.device.type,
+        "distributed_type": str(accelerator.distributed_type.value),
+        "simulated": device.is_simulated(accelerator.device),
+        "per_device_train_batch_size": plan.per_device_train_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "global_batch_size": plan.global_batch_size,
+        "epochs": run.total_steps / plan.steps_per_epoch,
+        "steps": run.total_steps,
+        "trainable_parameters": trainable,
+        "total_parameters": total,
+        "held_parameters": held,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "first_eval_loss": held_out[0] if held_out else None,
+        "eval_loss": held_out[-1] if held_out else None,
+        "best": run.best,
+        "train_time_s": run.train_time_s,
+        "tokens_per_s": tokens / run.train_time_s,
+        "peak_memory_bytes": peaks,
+        "adapter_sha256": artifacts.sha256_file(run_dir / "adapter_model.safetensors"),
+    }

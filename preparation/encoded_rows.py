@@ -76,19 +76,25 @@ class Encoding:
 
     def __call__(self, rows: list[Row]) -> pyarrow.RecordBatch:
         """The rows as SCHEMA has them; a row that cannot be encoded has length 0 and a reason."""
+        encoded = encode_dialogues(
+            self.tokenizer,
+            [row.dialogue.messages for row in rows],
+            self.max_length,
+            self.on_too_long,
+            tools=[row.dialogue.tools for row in rows],
+        )
+        rows = [rows[sequence.row] for sequence in encoded]  # a row may become several sequences
         dialogues = [row.dialogue.messages for row in rows]
-        encoded = encode_dialogues(self.tokenizer, dialogues, self.max_length, self.on_too_long)
-        answered = [last_answered(messages, row.answers) for messages, row in zip(dialogues, encoded)]
         asks = [SEPARATOR.join(map(normalise_question, contents(messages, "user"))) for messages in dialogues]
         bands = sketch(asks) if self.with_sketch else np.zeros((len(asks), BANDS), dtype=np.uint32)
         columns = {
-            "id": [row.id for row in rows],
+            "id": [f"{row.id}#{part.turn}" if part.turn else row.id for row, part in zip(rows, encoded)],
             "input_ids": to_lists([row.input_ids for row in encoded]),
             "labels": to_lists([row.labels for row in encoded]),
             "length": [len(row.input_ids) for row in encoded],
             "target_tokens": [len(row.labels) - row.labels.count(IGNORED) for row in encoded],
-            "question": [question for question, _ in answered],
-            "reference": [reference for _, reference in answered],
+            "question": [last_question(messages[: part.position]) for messages, part in zip(dialogues, encoded)],
+            "reference": [part.reference for part in encoded],
             "source": [row.source for row in rows],
             "line": [row.line for row in rows],
             "reason": [row.reason for row in encoded],
@@ -97,7 +103,10 @@ class Encoding:
             "asks": asks,
             "question_hash": [question_hash(question, self.seed) for question in asks],
             "answer_hash": [hash_text(SEPARATOR.join(contents(messages, "assistant"))) for messages in dialogues],
-            "row_hash": [hash_text(json.dumps([row.dialogue.messages, row.dialogue.tools])) for row in rows],
+            "row_hash": [
+                hash_text(json.dumps([row.dialogue.messages, row.dialogue.tools, part.turn]))
+                for row, part in zip(rows, encoded)
+            ],
             "bands": pyarrow.FixedSizeListArray.from_arrays(bands.reshape(-1), BANDS),
         }
         return pyarrow.RecordBatch.from_arrays(
@@ -113,11 +122,8 @@ def contents(messages: list[dict], role: str) -> list[str]:
     return [message["content"] for message in messages if message["role"] == role]
 
 
-def last_answered(messages: list[dict], answers: int) -> tuple[str, str]:
-    """Question and answer of the last turn that is in the row."""
-    if not answers:
-        return "", ""
-    return contents(messages, "user")[answers - 1], contents(messages, "assistant")[answers - 1]
+def last_question(messages: list[dict]) -> str:
+    return ["", *contents(messages, "user")][-1]
 
 
 def to_lists(rows: list[list[int]]) -> pyarrow.ListArray:

@@ -1,28 +1,23 @@
 """A dialogue as token ids and labels, through the tokenizer's own chat template."""
 
 import functools
-import itertools
-import re
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
 
 from sft.errors import UserError
+from sft.template import ALIAS, THOUGHT_TAG, Answer, ChatTemplate, limited_time
 
 IGNORED = -100  # label of a token that is not a target; PyTorch's default ignore_index
-
-# Unicode noncharacters, never valid in text that is exchanged, stand for special tokens while a row is rendered:
-# "\ufdd0 3 \ufdd1" for the 4th one where a user typed it, "\ufdd2 3 \ufdd3" where the template put it; \ufdd4 is a probe.
-_NONCHARACTERS = re.compile("[\ufdd0-\ufddf]")
-_TYPED = re.compile("\ufdd0(\\d+)\ufdd1")
-_ALIAS = re.compile("\ufdd2\\d+\ufdd3")
+BREAK = "\ufdd6"  # between a prompt and an answer that would merge; a noncharacter, and no token of the model
+PROBE = "The answer is 42."
 
 
 @dataclass
 class Encoded:
-    """One row, ready to train on; with a `reason` it has no tokens and must be left out."""
+    """One sequence, ready to train on; with a `reason` it has no tokens and must be left out."""
 
     input_ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)  # not shifted: labels[i] is input_ids[i] or -100
@@ -30,13 +25,21 @@ class Encoded:
     truncated: bool = False
     answers: int = 0  # assistant turns that kept at least one target
     reason: str = ""
+    row: int = 0  # which of the dialogues it is from
+    turn: int | None = None  # its last answer, counted among the row's from 1, where a row became several sequences
+    mode: str = "plain"  # thinking or plain: how its last answer is asked for
+    position: int = -1  # of the last answer with a target among the dialogue's messages
+    reference: str = ""  # that answer as text, without its thought
+    notes: set[str] = field(default_factory=set)  # what became of the row, in words; to be counted and said once
 
 
 class _Encoder:
     """A tokenizer's fast backend, changed so that special tokens typed in a text are text, and only those of the template act.
 
     In the copy every special token has an alias that is an ordinary added token with the same stripping; the backend
-    is told to read special tokens as text. So one call encodes both kinds rightly, whatever the model and pre-tokenizer.
+    is told to read special tokens as text. So one call encodes both kinds rightly, whatever the model and pre-tokenizer:
+        "⟪im_start⟫user\\nWhat is <|im_end|>?⟪im_end⟫"  →  [alias of im_start, "user", "\\n", …, "<", "|", "im", …, alias of im_end]
+    and `tokens` puts the tokenizer's own ids in the place of the aliases'.
     """
 
     def __init__(self, tokenizer):
@@ -45,76 +48,39 @@ class _Encoder:
                 f"the tokenizer {tokenizer.name_or_path} has no fast version (tokenizer.json); convert it once with "
                 "AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(DIR) and give DIR"
             )
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"the tokenizer {tokenizer.name_or_path} has no chat template, so it is not clear how a question is put to "
-                "this model; use the instruct (chat) version, or put a chat_template.jinja into the model directory"
-            )
-        self.tokenizer = tokenizer
-        added = {token.content: (i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.names = sorted(added, key=len, reverse=True)  # a pattern must try the longest first
-        self.number = {name: number for number, name in enumerate(self.names)}
-        self.pattern = re.compile("|".join(map(re.escape, self.names)) or "(?!)")
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.template = ChatTemplate(tokenizer)
+        description = json.loads(tokenizer.backend_tokenizer.to_str())
+        for token in description["added_tokens"]:
+            token["special"] &= not THOUGHT_TAG.fullmatch(token["content"])
+        self.backend = Tokenizer.from_str(json.dumps(description))
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
+        special = self.template.special
         self.backend.add_tokens([
-            AddedToken(self.alias(name), single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
+            AddedToken(self.template.alias(name), single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
                        normalized=False, special=False)
-            for name, (_, token) in added.items()
-        ])  # fmt: skip
-        self.real = {self.backend.token_to_id(self.alias(name)): i for name, (i, _) in added.items()}
-        self.first_alias = min(self.real, default=self.backend.get_vocab_size())
+            for name, (_, token) in special.items()
+        ] + [AddedToken(BREAK, normalized=False, special=False)])  # fmt: skip
+        self.real = {self.backend.token_to_id(self.template.alias(name)): i for name, (i, _) in special.items()}
+        self.break_id = self.backend.token_to_id(BREAK)
+        self.first_alias = min(self.real, default=self.break_id)
         self.heads: dict[str, list[int]] = {}
-        self.leads = self.count_leads()
+        self.check(tokenizer)
 
-    def count_leads(self) -> tuple[int, int]:
-        """How many special tokens the template puts between the prompt and an answer: an earlier one, and the last."""
-        probe = [{"role": role, "content": "probe"} for role in ("user", "assistant")] * 2
-        counts = []
-        for position in (1, 3):
-            messages = [dict(message) for message in probe]
-            messages[position]["content"] = "\ufdd4"
-            text, prompt = self.render([messages], False)[0], self.render([messages[:position]], True)[0]
-            refused = isinstance(text, ValueError) or isinstance(prompt, ValueError) or not text.startswith(prompt)
-            lead, found, _ = ("", "", "") if refused else text[len(prompt) :].partition("\ufdd4")
-            counts.append(len(_ALIAS.findall(lead)) if found else 0)
-        return counts[0], counts[1]
-
-    def alias(self, name: str) -> str:
-        return f"\ufdd2{self.number[name]}\ufdd3"
-
-    def protect(self, messages: list[dict]) -> list[dict]:
-        """The messages with the special tokens that a person typed replaced by placeholders. Raises: ValueError."""
-        safe = []
-        for message in messages:
-            content = message["content"]
-            if not content.isascii() and _NONCHARACTERS.search(content):
-                raise ValueError("the text holds Unicode noncharacters (U+FDD0 to U+FDDF), which no text may contain")
-            if self.pattern.search(content):
-                content = self.pattern.sub(lambda match: f"\ufdd0{self.number[match[0]]}\ufdd1", content)
-            safe.append({"role": message["role"], "content": content})
-        return safe
-
-    def render(self, conversations: list[list[dict]], add_generation_prompt: bool) -> list[str | ValueError]:
-        """The template's text of each conversation, special tokens as placeholders and aliases; its complaint as the error."""
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        if not conversations:  # transformers 4.55 looks into the first one
-            return []
-        try:
-            texts = self.tokenizer.apply_chat_template(conversations, **options)
-        except (TemplateError, TypeError, ValueError) as error:
-            if len(conversations) == 1:
-                return [ValueError(f"the chat template refuses it: {error}")]
-            return [self.render([one], add_generation_prompt)[0] for one in conversations]
-        return [self.pattern.sub(lambda match: self.alias(match[0]), text) for text in texts]
+    def check(self, tokenizer) -> None:
+        """Raises: UserError when the tokenizer loses text."""
+        back = tokenizer.decode(self.encode([PROBE])[0])
+        if "".join(back.split()) != "".join(PROBE.split()):
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path} makes {back!r} of {PROBE!r}, so that it would train on other text "
+                "than the rows hold; its files are incomplete (is tokenizer.json there, and whole?): fetch them again"
+            )
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of rendered texts; aliases keep their own ids, see `tokens`."""
-        plain = [_TYPED.sub(lambda match: self.names[int(match[1])], text) for text in texts]
-        encodings = self.backend.encode_batch_fast(plain, add_special_tokens=False)  # without offsets
-        return [encoding.ids for encoding in encodings]
+        plain = list(map(self.template.as_typed, texts))
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(plain, add_special_tokens=False)]
 
     def tokens(self, ids: list[int]) -> list[int]:
         """The tokenizer's ids for ids that may hold aliases."""
@@ -135,135 +101,196 @@ def _encoder(tokenizer) -> _Encoder:
 
 @dataclass
 class _Turn:
-    """Where one answer lies in the rendered text, counted in special tokens, which text and ids have in common."""
+    """Where one answer lies in a rendered text, counted in special tokens, which text and ids have in common.
 
+    "⟪bos⟫⟪im_start⟫user\\nHi⟪im_end⟫\\n⟪im_start⟫assistant\\nHello.⟪im_end⟫\\n" has the answer "Hello.⟪im_end⟫" after
+    head "⟪im_start⟫assistant\\n" with head_special 3, up to end_special 4.
+    """
+
+    answer: Answer
     head: str  # the prompt from its last special token on: what precedes is encoded the same whatever follows
     head_special: int | None  # number of that special token in the text; None: the prompt has none
     end_special: int  # number of the special token that ends the answer
 
 
+@dataclass
+class _Sequence:
+    """Answers of one row that are trained in one forward: each one's context is a prefix of the text."""
+
+    row: int
+    text: str
+    turns: list[_Turn]
+
+
 def encode_dialogues(
-    tokenizer, dialogues: list[list[dict]], max_length: int, on_too_long: str = "truncate"
-) -> list[Encoded]:
+    tokenizer, dialogues: list[list[dict]], max_length: int, on_too_long: str = "truncate",
+    tools: list[list[dict] | None] | None = None, thinking: str = "auto", loss_on: str = "all",
+) -> list[Encoded]:  # fmt: skip
     """Each dialogue as token ids, with labels on every answer and the token that ends its turn.
 
-    A dialogue is [system]? (user assistant)+, dicts with `role` and `content`. The ids are those of the tokenizer's own
-    template on the whole dialogue, except that special tokens inside a content are encoded as plain text. A row comes
-    back with a `reason` instead of tokens when the prompt is not a token prefix of the whole, when the template changes
-    or refuses a turn, or when it is too long and `on_too_long` is "drop" or no target would be left. "truncate" cuts the
-    tail; what is left then ends with a target, and an answer that was cut teaches no end of turn.
-    Raises: UserError when the tokenizer has no chat template or no fast version.
+    A dialogue is a list of dicts: `role` (system, user, assistant, tool), `content` (text), and where it applies
+    `reasoning_content`, `tool_calls`, `name`, `tool_call_id`, `train` (False: an answer that is context only). `tools`
+    are those of each row. What precedes a target is the template's own generation prompt in the answer's mode: with a
+    thought (`thinking` auto) or always ("on") the thinking one, else the one with thinking switched off, where the
+    template has a switch. Special tokens inside a content are encoded as plain text.
+
+    Where the template renders an answer otherwise once another follows (Qwen3 drops thoughts), no one sequence holds both
+    contexts, and a row becomes several sequences: `row` and `turn` of each say which; most rows are one. They come in the
+    order of rows and turns. A sequence comes with a `reason` instead of tokens when the template changes, leaves out or
+    refuses a part of the row, or when it is too long and `on_too_long` is "drop" or no target would be left. "truncate"
+    cuts the tail; what is left then ends with a target, and an answer that was cut teaches no end of turn.
+    Raises: UserError when the tokenizer has no chat template or no fast version, or loses text.
     """
     encoder = _encoder(tokenizer)
-    reasons: dict[int, str] = {}
-    safe: dict[int, list[dict]] = {}
-    for row, messages in enumerate(dialogues):
-        try:
-            safe[row] = encoder.protect(messages)
-        except ValueError as error:
-            reasons[row] = str(error)
-    asked = [
-        (row, position)
-        for row, messages in safe.items()
-        for position, message in enumerate(messages)
-        if message["role"] == "assistant"
-    ]
-    texts = dict(zip(safe, encoder.render(list(safe.values()), add_generation_prompt=False)))
-    prompts = encoder.render([safe[row][:position] for row, position in asked], add_generation_prompt=True)
-    turns: dict[int, list[_Turn]] = {row: [] for row in safe}
-    for (row, position), prompt in zip(asked, prompts):
-        try:
-            lead = encoder.leads[position == len(safe[row]) - 1]
-            turns[row].append(_find_turn(texts[row], prompt, safe[row][position]["content"], lead))
-        except ValueError as error:
-            reasons.setdefault(row, str(error))
-    good = [row for row in safe if row not in reasons]
-    encoder.encode_heads({turn.head for row in good for turn in turns[row]})
-    results = {row: Encoded(reason=reason) for row, reason in reasons.items()}
-    for row, ids in zip(good, encoder.encode(texts[row] for row in good)):
-        try:
-            labels = _label(encoder, ids, turns[row])
-            results[row] = _fit(encoder.tokens(ids), labels, len(turns[row]), max_length, on_too_long)
-        except ValueError as error:
-            results[row] = Encoded(reason=str(error))
-    return [results[row] for row in range(len(dialogues))]
+    found: list[Encoded] = []
+    waiting: list[_Sequence] = []
+    with limited_time() as restart:
+        for row, messages in enumerate(dialogues):
+            restart()
+            try:
+                answers = encoder.template.answers(messages, tools[row] if tools else None, thinking, loss_on)
+                waiting += _join(row, answers)
+            except UserError:
+                raise
+            except ValueError as error:
+                found.append(Encoded(row=row, reason=_explain(encoder.template, error)))
+    while waiting:
+        encoder.encode_heads({turn.head for sequence in waiting for turn in sequence.turns})
+        split: list[_Sequence] = []
+        for sequence, ids in zip(waiting, encoder.encode(sequence.text for sequence in waiting)):
+            ids, labels = _label(encoder, sequence, ids, split)
+            found.append(_fit(encoder.tokens(ids), labels, sequence, max_length, on_too_long))
+        waiting = split
+    found.sort(key=lambda encoded: (encoded.row, encoded.turn))
+    rows = [encoded.row for encoded in found]
+    for encoded, before, after in zip(found, [-1, *rows], [*rows[1:], -1]):
+        if encoded.row not in (before, after):
+            encoded.turn = None
+    return found
 
 
 def encode_dialogue(tokenizer, messages: list[dict], max_length: int, on_too_long: str = "truncate") -> Encoded:
-    """One dialogue, see `encode_dialogues`. Raises: UserError when the row cannot be used."""
-    (encoded,) = encode_dialogues(tokenizer, [messages], max_length, on_too_long)
+    """One dialogue (its last sequence, where it makes several), see `encode_dialogues`. Raises: UserError when it cannot be used."""
+    encoded = encode_dialogues(tokenizer, [messages], max_length, on_too_long)[-1]
     if encoded.reason:
         raise UserError(f"the dialogue cannot be encoded: {encoded.reason}")
     return encoded
 
 
-def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids that ask for the next answer: the messages and the template's generation prompt. Raises: UserError."""
+def encode_prompt(
+    tokenizer, messages: list[dict], thinking: str = "auto", tools: list[dict] | None = None
+) -> list[int]:
+    """Token ids that ask for the next answer: the messages and the template's generation prompt.
+
+    thinking: "on" asks as rows with a thought are trained, "off" and "auto" as those without. Raises: UserError.
+    """
     encoder = _encoder(tokenizer)
     try:
-        (text,) = encoder.render([encoder.protect(messages)], add_generation_prompt=True)
-        if isinstance(text, ValueError):
-            raise text
+        with limited_time():
+            text = encoder.template.ask(messages, tools, thinking)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"the messages cannot be encoded: {error}") from None
     return encoder.tokens(encoder.encode([text])[0])
 
 
-def _find_turn(text: str | ValueError, prompt: str | ValueError, content: str, lead: int) -> _Turn:
-    """Where the answer `content` lies in `text`; the template puts `lead` special tokens before it.
+def split_thought(tokenizer, text: str) -> tuple[str, str]:
+    """(thought, answer) of what a model said, decoded with its special tokens; what ends the answer goes.
 
-    Raises: ValueError with the reason why that cannot be told.
+    Without a thought the first is empty; a thought that was not finished has no answer.
     """
-    for refusal in (text, prompt):
-        if isinstance(refusal, ValueError):
-            raise refusal
-    if not text.startswith(prompt):
-        raise ValueError("the chat template renders the prompt differently once an answer follows")
-    end = next(itertools.islice(_ALIAS.finditer(text, len(prompt)), lead, None), None)
-    if end is None:
-        raise ValueError("the chat template puts no special token after the answer, so no end of turn can be learnt")
-    if content.strip() not in text[len(prompt) : end.start()]:  # some templates strip
-        raise ValueError("the chat template rewrites or leaves out a part of the answer")
-    before = list(_ALIAS.finditer(prompt))
-    head = prompt[before[-1].start() :] if before else prompt
-    return _Turn(head, len(before) - 1 if before else None, len(before) + lead)
+    return _encoder(tokenizer).template.split_thought(text)
 
 
-def _label(encoder: _Encoder, ids: list[int], turns: list[_Turn]) -> list[int]:
-    """Labels for ids that still hold aliases. Raises: ValueError when a prompt is not a token prefix."""
+def _explain(template: ChatTemplate, error: ValueError) -> str:
+    family = f" (a template of the {template.family} family)" if template.family else ""
+    return f"{error}{family if 'chat template' in str(error) else ''}"
+
+
+def _join(row: int, answers: list[Answer]) -> list[_Sequence]:
+    """The answers of a row in as few sequences as hold each answer exactly in the context in which it is asked for."""
+    sequences: list[_Sequence] = []
+    for answer in reversed(answers):
+        for sequence in sequences:
+            if turn := _find_turn(sequence.text, answer):
+                sequence.turns.insert(0, turn)
+                break
+        else:
+            text = answer.context + answer.target + answer.tail
+            sequences.append(_Sequence(row, text, [_find_turn(text, answer)]))
+    return sequences
+
+
+def _find_turn(text: str, answer: Answer) -> _Turn | None:
+    """Where the answer lies in `text`, if it stands there in its own context, at least to the first token that ends it."""
+    start = len(answer.context)
+    if not text.startswith(answer.context) or not text.startswith(answer.target[: answer.first_end], start):
+        return None
+    target = answer.target if text.startswith(answer.target, start) else answer.target[: answer.first_end]
+    before = list(ALIAS.finditer(answer.context))
+    head = answer.context[before[-1].start() :] if before else answer.context
+    last = len(before) + len(ALIAS.findall(target)) - 1
+    return _Turn(answer, head, len(before) - 1 if before else None, last)
+
+
+def _label(
+    encoder: _Encoder, sequence: _Sequence, ids: list[int], split: list[_Sequence]
+) -> tuple[list[int], list[int]]:
+    """The ids, which still hold aliases, and their labels.
+
+    Where an answer's first characters merge with the prompt's last ones ("\\n" and "\\n" are one token), the model is
+    asked with the prompt's own tokens: the text is encoded again with a break between; that can hold for a sequence's
+    last answer only, so an earlier one goes to a sequence of its own, in `split`.
+    """
     special = [position for position, i in enumerate(ids) if i >= encoder.first_alias]
-    labels = [IGNORED] * len(ids)
-    for turn in turns:
+    spans, kept = [], []
+    for turn in sequence.turns:
         start = 0 if turn.head_special is None else special[turn.head_special]
         head = encoder.heads[turn.head]
-        if ids[start : start + len(head)] != head:
-            raise ValueError(
-                "the prompt is not a token prefix of the whole: the first characters of the answer merge with the last "
-                "ones of the prompt (does the answer begin with a space or a line break?)"
-            )
-        span = slice(start + len(head), special[turn.end_special] + 1)
-        labels[span] = encoder.tokens(ids[span])
-    return labels
+        if ids[start : start + len(head)] == head:
+            spans.append((start + len(head), special[turn.end_special] + 1))
+            kept.append(turn)
+        elif turn is not sequence.turns[-1]:
+            split += _join(sequence.row, [turn.answer])
+        else:
+            answer = turn.answer
+            (ids,) = encoder.encode([answer.context + BREAK + answer.target + answer.tail])
+            cut = ids.index(encoder.break_id)
+            ids = ids[:cut] + ids[cut + 1 :]
+            special = [position for position, i in enumerate(ids) if i >= encoder.first_alias]
+            spans.append((cut, special[turn.end_special] + 1))
+            kept.append(turn)
+    sequence.turns = kept
+    labels = [IGNORED] * len(ids)
+    for start, end in spans:
+        labels[start:end] = encoder.tokens(ids[start:end])
+    return ids, labels
 
 
-def _fit(ids: list[int], labels: list[int], answers: int, max_length: int, on_too_long: str) -> Encoded:
-    """The row within `max_length` tokens."""
+def _fit(ids: list[int], labels: list[int], sequence: _Sequence, max_length: int, on_too_long: str) -> Encoded:
+    """The sequence within `max_length` tokens."""
     length = len(ids)
+    answers = [turn.answer for turn in sequence.turns]
+    result = Encoded(full_length=length, row=sequence.row, turn=answers[-1].number)
     if length > max_length:
         last = _last_target(labels)
         ids, labels = ids[: last + 1], labels[: last + 1]  # what follows the last target teaches nothing
-    if len(ids) <= max_length:
-        return Encoded(ids, labels, length, False, answers)
-    if on_too_long == "drop":
-        return Encoded(reason=f"too long: {length} tokens, max_length is {max_length}", full_length=length)
-    last = _last_target(labels[:max_length])
-    if last < 1:  # the first token is predicted from nothing
-        first = next(position for position, label in enumerate(labels) if label != IGNORED)
-        return Encoded(
-            reason=f"no room for a target token: the prompt has {first} tokens, max_length is {max_length}",
-            full_length=length,
-        )
-    return Encoded(ids[: last + 1], labels[: last + 1], length, True, _count_answers(labels[: last + 1]))
+    if len(ids) > max_length:
+        if on_too_long == "drop":
+            result.reason = f"too long: {length} tokens, max_length is {max_length}"
+            return result
+        last = _last_target(labels[:max_length])
+        if last < 1:  # the first token is predicted from nothing
+            first = next(position for position, label in enumerate(labels) if label != IGNORED)
+            result.reason = f"no room for a target token: the prompt has {first} tokens, max_length is {max_length}"
+            return result
+        ids, labels, result.truncated = ids[: last + 1], labels[: last + 1], True
+        answers = answers[: _count_answers(labels)]
+    result.input_ids, result.labels, result.answers = ids, labels, len(answers)
+    result.mode, result.position, result.reference = answers[-1].mode, answers[-1].position, answers[-1].reference
+    result.notes = set().union(*(answer.notes for answer in answers))
+    return result
 
 
 def _last_target(labels: list[int]) -> int:

@@ -30,7 +30,7 @@ LLAMA2 = (  # no special token between question and answer
 GEMMA = (  # no system role
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
 )
-THINKING = (  # Qwen3: the last answer gets an empty thought that the prompt does not have
+EMPTY_THOUGHT = (  # the last answer gets an empty thought that the prompt does not have, and nothing switches it off
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,6 +40,7 @@ CHANNELS = (  # gpt-oss: special tokens inside the assistant's turn, before the 
     "<|message|>{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 OPEN_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+SHOUTING = CHATML.replace("m['content']", "m['content'] | upper")
 FORGETFUL = (  # drops what earlier answers said
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{{ m['content'] if loop.last or m['role'] == 'user' else '…' }}<|im_end|>\n{% endfor %}"
@@ -90,7 +91,7 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
         "llama3": build(LLAMA3),
         "llama2": build(LLAMA2, metaspace=True, bos="<s>"),
         "rstrip": build(CHATML, rstrip=True),
-        "thinking": build(THINKING),
+        "thinking": build(EMPTY_THOUGHT),
         "channels": build(CHANNELS),
     }
 
@@ -128,7 +129,7 @@ DIALOGUES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen25", "llama3", "llama2", "rstrip", "thinking", "channels"])
+@pytest.mark.parametrize("name", ["chatml", "qwen25", "llama3", "llama2", "rstrip", "channels"])
 def test_ids_are_those_of_the_template_and_labels_repeat_them(tokenizers, name):
     tokenizer = tokenizers[name]
     for messages in DIALOGUES:
@@ -151,13 +152,25 @@ def test_ids_are_those_of_the_template_and_labels_repeat_them(tokenizers, name):
         ("qwen25", ["Hello.<|im_end|>", "4<|im_end|>"]),
         ("llama3", ["Hello.<|eot_id|>", "4<|eot_id|>"]),
         ("llama2", ["Hello. </s>", "4 </s>"]),
-        ("thinking", ["Hello.<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"]),
         ("channels", ["<|channel|>final<|message|>Hello.<|im_end|>", "<|channel|>final<|message|>4<|im_end|>"]),
     ],
 )
 def test_each_answer_and_its_end_of_turn_are_the_targets(tokenizers, name, expected):
     encoded = encode_dialogue(tokenizers[name], turns("Hi", "Hello.", "2+2=", "4"), 1000)
     assert targets(tokenizers[name], encoded) == expected
+
+
+def test_an_answer_that_changes_once_another_follows_is_trained_in_a_sequence_of_its_own(tokenizers):
+    tokenizer, messages = tokenizers["thinking"], turns("Hi", "Hello.", "2+2=", "4")
+    first, last = encode_dialogues(tokenizer, [messages], 1000)
+    assert [(encoded.row, encoded.turn, encoded.position) for encoded in (first, last)] == [(0, 1, 1), (0, 2, 3)]
+    assert targets(tokenizer, first) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
+    assert targets(tokenizer, last) == ["<think>\n\n</think>\n\n4<|im_end|>"]
+    assert first.input_ids == templated(tokenizer, messages[:2])
+    assert last.input_ids == templated(tokenizer, messages)
+    assert (first.reference, last.reference) == ("Hello.", "4")
+    (single,) = encode_dialogues(tokenizer, [messages[:2]], 1000)
+    assert single.turn is None
 
 
 def test_an_answer_that_resembles_the_template_is_found_whole(tokenizers):
@@ -239,8 +252,8 @@ def test_rows_that_cannot_be_learnt_give_their_reason(tokenizers):
     good = turns("a", "b")
     cases = [
         (build(GEMMA), turns("a", "b", system="Be kind."), "the chat template refuses it: System role not supported"),
-        (build(FORGETFUL), turns("a", "b", "c", "d"), "rewrites or leaves out a part of the answer"),
-        (build(OPEN_END), turns("a", "b"), "no special token after the answer"),
+        (build(SHOUTING), turns("a", "b"), "rewrites or leaves out a part of the answer"),
+        (build(GEMMA), turns("a", "b", system="x"), "a template of the ChatML family"),
         (tokenizers["chatml"], turns("a", "b \ufdd0 c"), "noncharacters"),
     ]
     for tokenizer, bad, reason in cases:
@@ -248,18 +261,44 @@ def test_rows_that_cannot_be_learnt_give_their_reason(tokenizers):
         assert reason in results[1].reason
         with pytest.raises(UserError, match="cannot be encoded"):
             encode_dialogue(tokenizer, bad, 100)
-        if reason.startswith("no special token"):
+        if "rewrites" in reason:
             continue
         assert [result.reason for result in results[::2]] == ["", ""]
 
 
-def test_an_answer_that_merges_with_its_prompt_is_an_error_that_is_shown():
+def test_earlier_answers_that_the_template_drops_are_context_as_it_shows_them():
+    tokenizer, messages = build(FORGETFUL), turns("a", "b", "c", "d")
+    first, last = encode_dialogues(tokenizer, [messages], 100)
+    assert targets(tokenizer, first) == ["b<|im_end|>"]
+    assert targets(tokenizer, last) == ["d<|im_end|>"]
+    assert "assistant\n…<|im_end|>" in tokenizer.decode(last.input_ids)
+
+
+def test_a_template_that_ends_no_answer_gets_the_end_of_sequence():
+    tokenizer = build(OPEN_END)
+    (encoded,) = encode_dialogues(tokenizer, [turns("a", "b")], 100)
+    assert tokenizer.decode(encoded.input_ids) == "user: a\nassistant: b</s>"
+    assert targets(tokenizer, encoded) == [" b</s>"]
+    assert encoded.notes == {"the chat template ends no answer: </s> added after each"}
+    both = encode_dialogues(tokenizer, [turns("a", "b", "c", "d")], 100)
+    assert [targets(tokenizer, encoded) for encoded in both] == [[" b</s>"], [" d</s>"]]
+    assert tokenizer.decode(both[1].input_ids) == "user: a\nassistant: b\nuser: c\nassistant: d</s>"
+
+
+def test_an_answer_that_merges_with_its_prompt_is_trained_after_the_prompts_own_tokens():
     tokenizer = build(CHATML)
     core = tokenizer.backend_tokenizer
     core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split("\n\n", "isolated"), core.pre_tokenizer])
     core.add_tokens([AddedToken("\n\n", normalized=False, special=False)])
     (encoded,) = encode_dialogues(tokenizer, [turns("a", "\nb")], 100)
-    assert "the prompt is not a token prefix of the whole" in encoded.reason
+    prompt = encode_prompt(tokenizer, turns("a"))
+    assert encoded.input_ids[: len(prompt)] == prompt == templated(tokenizer, turns("a"), add_generation_prompt=True)
+    assert encoded.labels[: len(prompt)] == [-100] * len(prompt)
+    assert targets(tokenizer, encoded) == ["\nb<|im_end|>"]
+    assert tokenizer.decode(encoded.input_ids) == tokenizer.apply_chat_template(turns("a", "\nb"), tokenize=False)
+    first, last = encode_dialogues(tokenizer, [turns("a", "\nb", "c", "d")], 100)
+    assert [targets(tokenizer, encoded) for encoded in (first, last)] == [["\nb<|im_end|>"], ["d<|im_end|>"]]
+    assert last.input_ids == templated(tokenizer, turns("a", "\nb", "c", "d"))
 
 
 def test_tokenizers_that_cannot_be_used_are_refused_with_a_remedy(tokenizers):
@@ -277,9 +316,7 @@ def test_prompts_are_prefixes_and_labels_agree_for_any_text(tokenizers, texts, m
     messages = turns(*texts[: len(texts) // 2 * 2])
     (encoded,) = encode_dialogues(tokenizer, [messages], max_length)
     (whole,) = encode_dialogues(tokenizer, [messages], 10_000)
-    if whole.reason:
-        assert whole.reason.startswith("the prompt is not a token prefix")
-        return
+    assert whole.reason == ""
     for position in range(1, len(messages), 2):
         prompt = encode_prompt(tokenizer, messages[:position])
         assert whole.input_ids[: len(prompt)] == prompt

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SFT = [  # a module of sft/ imports only from levels before its own
     {"errors", "loss", "phrases", "card", "simulation"},
-    {"config", "artifacts", "tokenizer", "metrics", "encoding", "batching"},
-    {"device", "journal", "plots"},
+    {"config", "artifacts", "tokenizer", "metrics", "template", "batching"},
+    {"encoding", "device", "journal", "plots"},
     {"modeling", "watchdog"},
     {"evaluation", "checkpoint", "weights", "report", "micro_batch", "failures"},
     {"run_directory", "results"},

@@ -1,7 +1,10 @@
 """What the user chooses: command-line flags and YAML keys, one dataclass field each."""
 
 import argparse
+import contextlib
 import dataclasses
+import os
+import reprlib
 import types
 import typing
 from collections.abc import Callable
@@ -14,15 +17,27 @@ import yaml
 from sft.errors import UserError, did_you_mean
 
 Config = TypeVar("Config")
+PATHS = ("path", "dir", "input", "output", "checkpoint")  # the last word of settings that are places of files
+SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+NAME_BYTES = 255  # of one name in a path (Linux, NAME_MAX)
+LARGEST = (1 << 31) - 1  # of a count
+
+_short = reprlib.Repr()  # for values in messages: a file may hold anything
+_short.maxlevel, _short.maxlist, _short.maxstring, _short.maxother = 2, 4, 80, 80
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "", choices: tuple = (), **kwargs) -> Any:
-    """A dataclass field with its one-line help and, where the values are few, its choices."""
+def option(
+    default: Any = dataclasses.MISSING, help: str = "", choices: tuple = (), flag_only: bool = False, **kwargs
+) -> Any:
+    """A dataclass field with its one-line help and, where the values are few, its choices.
+
+    flag_only: only the command line may set it, because a file may come from somebody else.
+    """
     if isinstance(default, list):
         kwargs["default_factory"] = lambda: list(default)
     elif default is not dataclasses.MISSING:
         kwargs["default"] = default
-    return dataclasses.field(metadata={"help": help, "choices": choices}, **kwargs)
+    return dataclasses.field(metadata={"help": help, "choices": choices, "flag_only": flag_only}, **kwargs)
 
 
 @dataclass
@@ -34,7 +49,9 @@ class TrainConfig:
     dataset_dir: str = option(help="data set made by data_prep.py")
     output_dir: str = option(help="run directory, made by this script")
     adapter_name_or_path: str | None = option(None, "start from this LoRA adapter instead of a new one")
-    trust_remote_code: bool = option(False, "run Python code that comes with the model (only if you trust its author)")
+    trust_remote_code: bool = option(
+        False, "run Python code that comes with the model (only if you trust its author)", flag_only=True
+    )
     # batch: global batch = per-device batch × accumulation × world size
     per_device_train_batch_size: int = option(1, "rows per micro-batch and rank; more when they are short")
     gradient_accumulation_steps: int | None = option(None, "micro-batches per step and rank, at most (default 1)")
@@ -76,14 +93,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_steps",
-                     "lora_r", "lora_alpha", "pad_to_multiple_of", "logging_steps", "eval_steps", "save_steps",
-                     "save_total_limit", "stop_at_step", "ddp_timeout"):  # fmt: skip
-            require(self, name, lambda value: value >= 1, "at least 1")
+                     "lora_alpha", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "stop_at_step"):  # fmt: skip
+            require(self, name, lambda value: 1 <= value <= LARGEST, f"from 1 to {LARGEST}")
+        for name in ("lora_r", "pad_to_multiple_of"):
+            require(self, name, lambda value: 1 <= value <= 65536, "from 1 to 65536")
+        require(self, "ddp_timeout", lambda value: 1 <= value <= 2592000, "from 1 to 2592000 (30 days)")
         for name in ("learning_rate", "num_train_epochs"):
             require(self, name, lambda value: 0 < value < float("inf"), "above 0")
         for name in ("weight_decay", "max_grad_norm", "loss_chunk_tokens", "seed"):
             require(self, name, lambda value: 0 <= value < float("inf"), "0 or more")
         require(self, "seed", lambda value: value < 1 << 63, "below 2^63")
+        require(self, "num_train_epochs", lambda value: value <= LARGEST, f"at most {LARGEST}")
         for name in ("lora_dropout", "warmup_ratio"):
             require(self, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
         if not self.target_modules:
@@ -116,24 +136,41 @@ def _convert(name: str, value: Any, hint: Any, place: str) -> Any:
         values = value if isinstance(value, (list, tuple)) else [value]
         (item,) = typing.get_args(kind)
         return [_convert(name, one, item, place) for one in values]
-    if kind is bool:
-        text = str(value).lower()
-        if text in ("true", "yes", "on", "1"):
-            return True
-        if text in ("false", "no", "off", "0"):
-            return False
-    elif kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
-    elif kind in (int, float) and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        try:  # YAML 1.1 reads 2e-4 as text: convert from text as well
-            number = float(value)
-            if kind is float:
-                return number
-            if number.is_integer():
-                return int(number)
-        except (ValueError, OverflowError):
-            pass
-    raise UserError(f"{place}: {name} is {value!r}; expected {_type_name(hint)}")
+    if not isinstance(value, str):  # files and flags give text; lists and mappings have no place here
+        raise UserError(f"{place}: {name} is {_short.repr(value)}; expected {_type_name(hint)}")
+    if kind is str:
+        return _check_text(name, value, place)
+    convert = {bool: SWITCH.__getitem__, int: _whole_number, float: float}[kind]
+    with contextlib.suppress(KeyError, ValueError):
+        return convert(value.lower())
+    raise UserError(f"{place}: {name} is {_short.repr(value)}; expected {_type_name(hint)}")
+
+
+def _whole_number(text: str) -> int:
+    """The number that a text like 8, 1e3 or 8.0 stands for, exactly. Raises: ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer() or abs(number) >= 1 << 53:  # beyond, a float is not exact
+            raise
+        return int(number)
+
+
+def _check_text(name: str, text: str, place: str) -> str:
+    """A text setting, `~` expanded where it is a path. Raises: UserError when no file could have that name."""
+    if "\0" in text:
+        raise UserError(f"{place}: {name} holds a NUL character, which no text may; type it again")
+    if name.rsplit("_", 1)[-1] not in PATHS:
+        return text
+    if not text.strip():
+        raise UserError(f"{place}: {name} is empty; give a path, or leave it out")
+    if too_long := [part for part in text.split("/") if len(os.fsencode(part)) > NAME_BYTES]:
+        raise UserError(
+            f"{place}: {name} holds a name of {len(too_long[0])} characters ({_short.repr(too_long[0])}); file systems "
+            f"allow {NAME_BYTES} bytes: give a shorter one"
+        )
+    return os.path.expanduser(text)
 
 
 def _type_name(hint: Any) -> str:
@@ -191,7 +228,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+class _TextLoader(_Loader):
+    """YAML whose values are the text as it was typed: `_convert` knows what each is to be, and loses nothing."""
+
+    def construct_object(self, node, deep=False):
+        if isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null":
+            return node.value
+        return super().construct_object(node, deep=True)
+
+
+def read_yaml(path: str | Path, loader: type = _Loader) -> dict[str, Any]:
     """The mapping in a YAML file. Raises: UserError with line and column when it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -200,9 +246,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"config file {path} is not UTF-8 ({error.reason} at byte {error.start})") from None
     try:
-        values = yaml.load(text, _Loader)
+        values = yaml.load(text, loader)
     except yaml.YAMLError as error:
         raise UserError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"config file {path} is nested too deeply; expected lines of the form `key: value`") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -227,16 +275,23 @@ def parse(config_type: type[Config], argv: list[str] | None = None, description:
     path = given.pop("config", None)
     values = {}
     if path is not None:
-        for name, value in read_yaml(path).items():
+        for name, value in read_yaml(_check_text("config_path", path, "command line"), _TextLoader).items():
             if name not in fields:
-                raise UserError(f"{path}: unknown key {name!r}{did_you_mean(str(name), fields)}")
+                raise UserError(f"{path}: unknown key {_short.repr(name)}{did_you_mean(str(name), fields)}")
+            if fields[name].metadata.get("flag_only"):
+                raise UserError(
+                    f"{path}: {name} may only stand on the command line, as a file may come from somebody else; take it "
+                    f"out and give --{name}"
+                )
             values[name] = _convert(name, value, hints[name], str(path))
-    values.update({name: _convert(name, value, hints[name], "command line") for name, value in given.items()})
+    for name, value in given.items():
+        value = str(value).lower() if isinstance(value, bool) else value
+        values[name] = _convert(name, value, hints[name], "command line")
     for name, field in fields.items():
         choices = field.metadata.get("choices")
         if choices and name in values and values[name] not in (*choices, None):
             close = did_you_mean(str(values[name]), choices)
-            raise UserError(f"{name} is {values[name]!r}; expected one of {', '.join(choices)}{close}")
+            raise UserError(f"{name} is {_short.repr(values[name])}; expected one of {', '.join(choices)}{close}")
     missing = [
         name for name, field in fields.items() if name not in values
         and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -48,6 +48,35 @@ def test_lists_take_several_words():
     ]
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 1])
+def test_whole_numbers_are_exact(tmp_path, seed):
+    """A float holds whole numbers up to 2^53 only."""
+    assert parse(TrainConfig, [*REQUIRED, "--seed", str(seed)]).seed == seed
+    assert parse(TrainConfig, [*REQUIRED, "--config", write(tmp_path, f"seed: {seed}\n")]).seed == seed
+    assert parse(TrainConfig, [*REQUIRED, "--seed", "1e3"]).seed == 1000
+
+
+def test_text_stays_as_it_was_typed(tmp_path):
+    """YAML would read these as a number, a date, an octal number and a boolean."""
+    path = write(tmp_path, "output_dir: 1.0e+5\ndataset_dir: 2026-01-02\ntarget_modules: [007, no]\n")
+    settings = parse(TrainConfig, ["--model_name_or_path", "1e5", "--config", path])
+    assert (settings.model_name_or_path, settings.output_dir, settings.dataset_dir) == ("1e5", "1.0e+5", "2026-01-02")
+    assert settings.target_modules == ["007", "no"]
+
+
+def test_a_tilde_in_paths_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write(tmp_path, "output_dir: ~/run\nmodel_name_or_path: '~'\n")
+    settings = parse(TrainConfig, ["--dataset_dir", "~/data", "--config", "~/" + path.rsplit("/", 1)[1]])
+    assert settings.output_dir == f"{tmp_path}/run" and settings.dataset_dir == f"{tmp_path}/data"
+    assert settings.model_name_or_path == str(tmp_path) and settings.adapter_name_or_path is None
+
+
+def test_only_the_command_line_allows_code_of_a_model():
+    assert parse(TrainConfig, [*REQUIRED, "--trust_remote_code"]).trust_remote_code
+    assert not parse(TrainConfig, REQUIRED).trust_remote_code
+
+
 def test_none_is_a_value_where_the_field_allows_it(tmp_path):
     path = write(tmp_path, "max_steps: null\nresume_from_checkpoint: none\n")
     settings = parse(TrainConfig, [*REQUIRED, "--config", path])
@@ -61,7 +90,15 @@ def test_none_is_a_value_where_the_field_allows_it(tmp_path):
         (["stray"], "unknown argument stray"),
         (["--learning_rate", "fast"], "learning_rate is 'fast'; expected a number"),
         (["--lora_r", "1.5"], "lora_r is '1.5'; expected a whole number"),
-        (["--lora_r", "0"], "lora_r is 0; it must be at least 1"),
+        (["--lora_r", "0"], "lora_r is 0; it must be from 1 to 65536"),
+        (["--lora_r", "1e9"], "lora_r is 1000000000; it must be from 1 to 65536"),
+        (["--ddp_timeout", "1e15"], r"ddp_timeout is 10+; it must be from 1 to 2592000 \(30 days\)"),
+        (["--seed", "1e17"], "seed is '1e17'; expected a whole number"),
+        (["--seed", "9" * 5000], r"seed is '9+\.\.\.9+'; expected a whole number$"),
+        (["--num_train_epochs", "1e300"], "num_train_epochs is 1e.300; it must be at most"),
+        (["--resume_from_checkpoint", ""], "resume_from_checkpoint is empty; give a path, or leave it out"),
+        (["--output_dir", "a/" + "x" * 300], "output_dir holds a name of 300 characters .*give a shorter one"),
+        (["--dataset_dir", "a\0b"], "dataset_dir holds a NUL character"),
         (["--learning_rate", "0"], "learning_rate is 0.0; it must be above 0"),
         (["--learning_rate", "nan"], "learning_rate is nan"),
         (["--lora_dropout", "1"], "lora_dropout is 1.0; it must be at least 0 and below 1"),
@@ -80,13 +117,18 @@ def test_wrong_flags_are_named_with_the_remedy(flags, message):
     ("text", "message"),
     [
         ("lora_rank: 8\n", r"unknown key 'lora_rank'; did you mean lora_r\?"),
-        ("lora_r: [8]\n", "lora_r is \\[8\\]; expected a whole number"),
+        ("lora_r: [8]\n", "lora_r is \\['8'\\]; expected a whole number"),
         ("seed:\n", "seed has no value"),
         ("- seed\n", "holds a list; expected lines of the form"),
         ("? [seed, x]\n: 1\n", "not valid YAML: .*unhashable key"),
         ("seed: 1\nlora_r: 8\nseed: 2\n", "not valid YAML: the key seed stands twice .*line 3, column 1"),
+        ("a: &a [1, 1, 1, 1]\n", "unknown key 'a'"),
+        ("lora_r: {a: " + "[" * 3000 + "\n", "nested too deeply|not valid YAML"),
+        ("target_modules: [[[[[q_proj]]]]]\n", r"target_modules is \[.*\]; expected text"),
+        ("trust_remote_code: true\n", r"trust_remote_code may only stand on the command line.* --trust_remote_code"),
+        ("trust_remote_code: false\n", "may only stand on the command line"),
         ("seed: 1\n  lora_r: 8\n", "not valid YAML: .*line 2, column"),
-        ("gradient_checkpointing: 3\n", "gradient_checkpointing is 3; expected true or false"),
+        ("gradient_checkpointing: 3\n", "gradient_checkpointing is '3'; expected true or false"),
     ],
 )
 def test_wrong_yaml_is_named_with_its_file(tmp_path, text, message):

@@ -24,7 +24,7 @@ import datasets
 import numpy as np
 from tqdm import tqdm
 
-from sft import artifacts, checkpoint, evaluation, metrics, modeling, report, run_directory
+from sft import artifacts, checkpoint, evaluation, metrics, modeling, packing, report, run_directory
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
 from sft.errors import RunFailed, UserError
@@ -87,10 +87,12 @@ def main(argv: list[str] | None = None) -> None:
     origins = {"base": origin, "adapter": origin | {"adapter_sha256": adapter_sha256}}
     partial = evaluation.PartialResults(output_dir, accelerator)
 
-    nll = {}
+    nll, loss_model = {}, modeling.TargetLoss(model, run.config["loss_chunk_tokens"]).eval()
+    with accelerator.autocast():
+        packing.choose_forward(loss_model, accelerator, rows)
     for side in SIDES:
         with switched(model, side), explained_memory(settings):
-            nll[side] = score_losses(side, model, rows, settings, run, partial, origins[side])
+            nll[side] = score_losses(side, loss_model, rows, settings, partial, origins[side])
     if np.array_equal(nll["base"], nll["adapter"]):
         warn(accelerator, "the adapter changes nothing: every row has the base model's loss. Is it trained and loaded?")
 
@@ -224,12 +226,11 @@ def warn(accelerator, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def score_losses(side: str, model, rows, settings: EvalConfig, run: report.Run, partial, origin: dict) -> np.ndarray:
+def score_losses(side: str, loss_model, rows, settings: EvalConfig, partial, origin: dict) -> np.ndarray:
     """Σ nats over the target tokens of each row, (rows,) float64, on every rank; computed as train.py computes it."""
     accelerator = partial.accelerator
     key = artifacts.sha256_json({"what": "loss", **origin})
     if not all((key, row_id) in partial.found for row_id in rows["id"]):
-        loss_model = modeling.TargetLoss(model, run.config["loss_chunk_tokens"]).eval()
         tokens = settings.batch_size * max(rows["length"])
         with accelerator.autocast(), progress_bar(accelerator, f"{side}: losses", len(rows)) as bar:
             nll = evaluation.row_nll(loss_model, rows, accelerator, tokens, bar)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import artifacts, batching, checkpoint, config, evaluation, micro_batch, modeling, results, weights
+from sft import artifacts, batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, weights
 from sft.config import TrainConfig
 from sft.errors import UserError
 from sft.failures import explained_memory, fail_on_non_finite
@@ -60,6 +60,7 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
         )
         return
     learner = build_learner(settings, inputs.dtype, directory.start.checkpoint, accelerator)
+    packing.choose_forward(learner.model, accelerator, inputs.train_rows)
     if settings.auto_micro_batch:
         plan = micro_batch.fit(plan, learner.model, inputs.train_rows, accelerator)
     directory.begin(device.describe(accelerator))

@@ -1,6 +1,8 @@
 """The model: frozen base, LoRA adapter, attention over packed rows, and its loss as one module."""
 
+import bisect
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -93,6 +95,11 @@ def load_base(
     model.requires_grad_(False)
     model.config.use_cache = False
     return model
+
+
+def text_config(config):
+    """The language model's part of a configuration; a model that also sees or hears has several."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def check_attention(config, attn_implementation: str) -> None:
@@ -240,12 +247,19 @@ class TargetLoss(torch.nn.Module):
         super().__init__()
         self.model = model
         self.chunk_tokens = chunk_tokens
-        causal = model.get_base_model() if isinstance(model, PeftModel) else model
-        self._no_split_modules = causal._no_split_modules  # tells FSDP which modules are the layers
+        self.packs, self.sharded = True, False  # `packing.choose_forward` asks the model itself
+        kinds = {type(module).__name__ for module in self.causal.modules()}
+        # Tells FSDP which modules are the layers; a text model may list those of the images it was released with.
+        self._no_split_modules = [name for name in self.causal._no_split_modules or () if name in kinds]
         # Keeps DDP from sending the frozen weights from rank 0 to all, for which it copies them: every rank has read them,
         # and on the CPU the ranks of a server share the file's pages (torch, nn/parallel/distributed.py).
         named = [*self.named_parameters(), *self.named_buffers()]
         self._ddp_params_and_buffers_to_ignore = [name for name, tensor in named if not tensor.requires_grad]
+
+    @property
+    def causal(self) -> PreTrainedModel:
+        """The causal language model inside the adapter."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     def forward(
         self,
@@ -256,17 +270,42 @@ class TargetLoss(torch.nn.Module):
         segment_lengths: tuple[int, ...],  # tokens per row, sum T
         cu_seq_lens: Tensor,  # (rows + 1,) int32: running sum of segment_lengths, for varlen kernels
     ) -> Tensor:
+        if not self.packs:
+            return self.rows_alone(input_ids, target_positions, target_ids, segment_lengths)
         longest = max(segment_lengths)
-        causal = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         arguments = {
-            "input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "segment_lengths": segment_lengths,
+            "input_ids": input_ids, "position_ids": position_ids, "segment_lengths": segment_lengths,
             "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens, "max_length_q": longest, "max_length_k": longest,
         }  # fmt: skip
-        if causal.config.model_type in PLAIN_HEAD:
-            hidden = causal.base_model(**arguments).last_hidden_state[0, target_positions]
-            return chunked_token_nll(hidden, causal.get_output_embeddings(), target_ids, self.chunk_tokens)
-        logits = causal(**arguments, logits_to_keep=target_positions).logits[0]
+        return self.nll(arguments, target_positions, target_ids)
+
+    def nll(self, arguments: dict, target_positions: Tensor, target_ids: Tensor) -> Tensor:
+        """Nats per target token, (n,) float32, of one call of the language model."""
+        if self.causal.config.model_type in PLAIN_HEAD:
+            hidden = self.causal.base_model(**arguments, use_cache=False).last_hidden_state[0, target_positions]
+            return chunked_token_nll(hidden, self.causal.get_output_embeddings(), target_ids, self.chunk_tokens)
+        logits = self.causal(**arguments, use_cache=False, logits_to_keep=target_positions).logits[0]
         return token_nll(logits, target_ids)
+
+    def rows_alone(
+        self, input_ids: Tensor, target_positions: Tensor, target_ids: Tensor, segment_lengths: tuple[int, ...]
+    ) -> Tensor:
+        """What `forward` returns, by one call of the language model per row, as if there were no others."""
+        positions, parts, start, first = target_positions.tolist(), [], 0, 0
+        for end in itertools.accumulate(segment_lengths):
+            last = bisect.bisect_left(positions, end)
+            parts.append(
+                self.nll(
+                    {"input_ids": input_ids[:, start:end]}, target_positions[first:last] - start, target_ids[first:last]
+                )
+            )
+            start, first = end, last
+        if self.sharded:  # each call gathers the layers' weights: all ranks have to make as many
+            most = torch.tensor(float(len(parts)), device=input_ids.device)
+            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+            while len(parts) < most.item():
+                parts.append(self.nll({"input_ids": input_ids[:, :1]}, target_positions[:0], target_ids[:0]))
+        return torch.cat(parts)
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:

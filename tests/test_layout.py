@@ -12,7 +12,7 @@ SFT = [  # a module of sft/ imports only from levels before its own
     {"config", "artifacts", "tokenizer", "metrics", "template", "batching"},
     {"encoding", "device", "journal", "plots"},
     {"modeling", "watchdog"},
-    {"evaluation", "checkpoint", "weights", "report", "micro_batch", "failures"},
+    {"evaluation", "checkpoint", "packing", "weights", "report", "micro_batch", "failures"},
     {"run_directory", "results"},
 ]
 DOCTOR = [{"machine"}, {"explanations", "memory"}, {"checks", "collectives"}]  # may import all of sft/ besides

@@ -1,0 +1,124 @@
+"""Families of chat models, each as a tiny random checkpoint: rows packed where the model allows it, alone where not."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+import data_prep
+from sft import modeling, packing
+from sft.batching import collate
+from tests import families
+from tests.conftest import assert_same_numbers, numbers, once
+from tools.tiny import make_rows, write_jsonl
+
+# Layers that mix tokens otherwise than by attention see across rows, or refuse rows that share a forward.
+ALONE = {"lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5", "llama4"}
+
+
+@pytest.fixture(scope="session")
+def family_dir(session_dir):
+    """Makes the checkpoint of a family, once per test session."""
+    texts = [text for row in make_rows(200) for text in row.values()]
+    return lambda name: once(session_dir / f"family-{name}", lambda path: families.save(name, path, texts))
+
+
+@pytest.fixture(scope="session")
+def family_data(session_dir, family_dir):
+    """Prepares 60 rows for a family, whose tokenizer transformers may set up in a way of its own."""
+
+    def make(name: str):
+        def prepare(path) -> None:
+            data_prep.main(
+                ["--input", str(write_jsonl(session_dir / f"family-{name}.jsonl", make_rows(60))), "--output_dir", str(path),
+                 "--model_name_or_path", str(family_dir(name)), "--eval_fraction", "0.1"]
+            )  # fmt: skip
+
+        return once(session_dir / f"family-{name}-data", prepare)
+
+    return make
+
+
+def make_rows_of_ids(count: int) -> list[dict]:
+    draw = np.random.default_rng(5)
+    lengths = draw.integers(9, 40, count)
+    rows = [draw.integers(3, 300, length) for length in lengths]
+    return [{"input_ids": ids, "labels": np.where(np.arange(len(ids)) < 5, -100, ids)} for ids in rows]
+
+
+class Rows(list):
+    """As much of a `datasets.Dataset` as the probe reads."""
+
+    def __getitem__(self, key):
+        return [len(row["input_ids"]) for row in self] if key == "length" else super().__getitem__(key)
+
+
+def plain_nll(directory, row: dict) -> torch.Tensor:
+    """Nats of a row's targets by transformers alone, eager attention, nothing of ours."""
+    model = load_plain(directory)
+    ids = torch.tensor(row["input_ids"])[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    return nll[torch.tensor(row["labels"][1:] != -100)]
+
+
+def load_plain(directory):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(directory), attn_implementation="eager", dtype="float32").eval()
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_rows_of_a_micro_batch_have_the_loss_of_each_row_alone(name, family_dir, capsys):
+    directory = family_dir(name)
+    rows = Rows(make_rows_of_ids(4))
+    model = modeling.TargetLoss(modeling.load_base(str(directory), torch.float32)).train()
+    packing.choose_forward(model, Accelerator(cpu=True), rows)
+    said = capsys.readouterr().out
+    assert model.packs == (name not in ALONE) and model.training
+    assert ("one row per forward" in said) == (name in ALONE)
+    with torch.no_grad():
+        found = model.eval()(**collate(rows))
+    expected = torch.cat([plain_nll(directory, row) for row in rows])
+    assert len(found) == sum(len(row["input_ids"]) - 5 for row in rows)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # float32, sums in another order
+
+
+@pytest.fixture(scope="module")
+def start(warm_server, family_dir, family_data):
+    """Runs train.py on a family for four steps at global batch 8, several rows a micro-batch, and returns its output."""
+
+    def run(name: str, run_dir, *argv, config: str = "cpu_1", processes: int = 1) -> str:
+        from tests.test_fsdp import launch_environment
+
+        status, output = warm_server.run(
+            "--model_name_or_path", family_dir(name), "--dataset_dir", family_data(name), "--output_dir", run_dir,
+            "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--max_steps", 4, "--learning_rate", "1e-2",
+            "--report_to", "none", *argv, processes=processes, env=launch_environment(config), timeout_s=300,
+        )  # fmt: skip
+        assert status == 0, output[-6000:]
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_rows_alone_train_alike_on_one_process_two_and_sharded(name, start, tmp_path):
+    """Ranks with different numbers of rows make different numbers of calls; sharded ones have to make as many."""
+    targets = ["--target_modules", "q_proj", "v_proj"]
+    for config, processes in (("cpu_1", 1), ("cpu_2", 2), ("cpu_2_fsdp", 2)):
+        if config == "cpu_2_fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
+            continue  # as in test_fsdp.py
+        output = start(name, tmp_path / config, *targets, config=config, processes=processes)
+        assert "one row per forward" in output
+        assert_same_numbers(tmp_path / "cpu_1", tmp_path / config)
+        assert held_out(tmp_path / config) == pytest.approx(held_out(tmp_path / "cpu_1"), rel=1e-5)
+    start(name, tmp_path / "small", *targets, "--per_device_train_batch_size", 1)
+    assert_same_numbers(tmp_path / "cpu_1", tmp_path / "small")
+
+
+def held_out(run_dir) -> list[float]:
+    found = [record["eval_loss"] for record in numbers(run_dir) if "eval_loss" in record]
+    assert len(found) == 2
+    return found

@@ -14,12 +14,12 @@ It starts with the standard library alone: it must speak when torch cannot be im
 import argparse
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
 
 from doctor import checks, explanations
 from doctor.machine import GIB, Machine
+from sft import masking
 from sft.errors import UserError, run
 
 NOT_READY = 3  # exit status when the answer is "no"
@@ -165,11 +165,9 @@ def write_report(args: argparse.Namespace) -> None:
             parts.append((title, Path(path).read_text(encoding="utf-8")))
     text = "\n\n".join(f"## {title}\n\n```\n{body.strip()}\n```" for title, body in parts)
     keep = tuple(machine["versions"].values())
-    Path(args.report).write_text(explanations.mask(f"# Doctor's report\n\n{text}\n", keep), encoding="utf-8")
+    Path(args.report).write_text(masking.anonymise(f"# Doctor's report\n\n{text}\n", keep), encoding="utf-8")
     print(f"wrote {args.report}: {machine['verdict']}")
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal in GBK or ASCII
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     run(main)

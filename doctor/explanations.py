@@ -1,9 +1,7 @@
-"""Known failures in a log, and what must not be shown when a log is passed on. Standard library only."""
+"""Known failures in a log. Standard library only."""
 
 import bisect
-import os
 import re
-import socket
 
 from doctor.machine import knowledge
 
@@ -72,36 +70,6 @@ def explain(log: str) -> dict:
         "message": first["message"],
         "failures": order,
     }
-
-
-def mask(text: str, keep: tuple[str, ...] = ()) -> str:
-    """The text without tokens, passwords, user names, home directories, host names and network addresses.
-
-    keep: versions that look like addresses (a driver's 24.1.0.3)."""
-    text = re.sub(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[abp]-)[\w-]{8,}", r"<token>", text)
-    text = re.sub(
-        r"(?i)((?:token|secret|passw(?:or)?d|api_?key|authorization|bearer)[\"']?\s*[=:\s]\s*[\"']?)(?!<)[^\s\"',;]{4,}",
-        r"\1<secret>",
-        text,
-    )
-    text = re.sub(r"://[^/\s@]+@", "://<user>@", text)
-    text = re.sub(r"[\w.+-]+@[\w-]+\.[\w.]+", "<mail>", text)
-    text = re.sub(r"/(?:home|Users)/[^/\s\"':,;)]+", "/home/<user>", text)
-    home = os.path.expanduser("~")
-    if len(home) > 1:
-        text = text.replace(home, "~")
-    for name in {socket.gethostname(), socket.gethostname().split(".")[0], os.environ.get("HOSTNAME", "")}:
-        if name:
-            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "<host>", text)
-    for name in {os.environ.get(key, "") for key in ("USER", "LOGNAME", "USERNAME", "SUDO_USER")} - {"root", ""}:
-        text = re.sub(rf"\b{re.escape(name)}\b", "<user>", text) if len(name) > 2 else text
-
-    def address(match: re.Match) -> str:
-        local = match[0].startswith("127.") or match[0] in ("0.0.0.0", "::1")
-        return match[0] if local or match[0] in keep else "<address>"
-
-    text = re.sub(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w]|\.\d)", address, text)
-    return re.sub(r"(?<![\w:])(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}(?![\w:])|\bfe80::[\w:%]+", "<address>", text)
 
 
 def last_line(text: str) -> str:

@@ -17,6 +17,7 @@ import psutil
 
 from sft.artifacts import library_versions
 from sft.errors import UserError
+from sft.masking import mask_variables
 from sft.simulation import is_simulated_home
 
 Result = TypeVar("Result")
@@ -377,12 +378,16 @@ def describe(accelerator) -> dict:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
-        "variables": {
-            name: os.environ[name]
-            for name in sorted(os.environ)
-            if name.startswith(("HCCL_", "NCCL_", "PYTORCH_", "ASCEND_RT_", "CUDA_VISIBLE", "OMP_NUM", "ACCELERATE_"))
-            or name in NPU_ENVIRONMENT
-        },
+        "variables": mask_variables(
+            {
+                name: os.environ[name]
+                for name in sorted(os.environ)
+                if name.startswith(
+                    ("HCCL_", "NCCL_", "PYTORCH_", "ASCEND_RT_", "CUDA_VISIBLE", "OMP_NUM", "ACCELERATE_")
+                )
+                or name in NPU_ENVIRONMENT
+            }
+        ),
         "versions": library_versions(),
     }
 

@@ -2,14 +2,15 @@
 
 import difflib
 import gc
-import io
 import os
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO
+
+from sft.masking import mask
+from sft.terminal import protect_streams
 
 
 class UserError(ValueError):
@@ -33,36 +34,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-class Output:
-    """Standard output or error that ends no work: characters that the terminal does not know are written as \\u…, and what
-    nobody reads any more (`| head -1`) is dropped."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        return self._unless_broken(self.stream.write, text) or 0
-
-    def flush(self) -> None:
-        self._unless_broken(self.stream.flush)
-
-    def _unless_broken(self, action: Callable, *arguments: str) -> Any:
-        try:
-            return action(*arguments)
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
-
-
 def run(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Calls `main`; a `UserError`, `RunFailed` or Ctrl-C becomes a message on stderr, without a traceback."""
-    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
+    """Calls `main`; a `UserError`, `RunFailed` or Ctrl-C becomes a message on stderr, without a traceback or a secret."""
+    protect_streams()
     status = _outcome(main, interrupted)
     gc.collect()  # what a failed run held goes before its process group does: see `device.end`
     if status:
@@ -79,7 +53,7 @@ def _outcome(main: Callable[[], None], interrupted: str) -> int | str:
         rank = int(os.environ.get("RANK", "0"))
         if rank and not (isinstance(error, RunFailed) and error.here_only):
             time.sleep(5)  # rank 0 says the same; speak only if that has not ended the job by then
-        print(f"error{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        print(f"error{f' on rank {rank}' if rank else ''}: {mask(str(error))}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:  # in training it is a request to stop, which sft/watchdog.py serves
         return interrupted
@@ -88,7 +62,7 @@ def _outcome(main: Callable[[], None], interrupted: str) -> int | str:
         # this one meanwhile. If it does not, this is the cause.
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             time.sleep(5)
-        traceback.print_exc()
+        print(mask(traceback.format_exc()), end="", file=sys.stderr)
         print(
             "error: this was not expected; save the output: `python doctor.py --explain FILE` knows many such failures",
             file=sys.stderr,

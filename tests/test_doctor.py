@@ -775,33 +775,6 @@ def test_two_cards_agree_over_hccl(npu_environment):
 # --- hiding -----------------------------------------------------------------------------------------------------------
 
 
-def test_secrets_are_masked_and_versions_are_not(monkeypatch):
-    monkeypatch.setenv("USER", "wangwei")
-    host = socket.gethostname()
-    text = (
-        f"HF_TOKEN=hf_abcdefghijklmnop key sk-0123456789abcdef on {host} for wangwei at /home/zhang/run and 10.1.2.3:29500 "
-        "http://me:pw@proxy.local/ mail a.b@c.cn fe80::1:2 driver 24.1.0.3 firmware 7.5.0.5.220 local 127.0.0.1 mac 00:1a:2b:3c:4d:5e "
-        "password: hunter22 at 12:30:11 bus 0000:C1:00.0"
-    )
-    masked = explanations.mask(text, keep=("24.1.0.3",))
-    for secret in (
-        "hf_abc",
-        "sk-0123",
-        host,
-        "wangwei",
-        "zhang",
-        "10.1.2.3",
-        "me:pw",
-        "a.b@c.cn",
-        "fe80",
-        "00:1a",
-        "hunter22",
-    ):
-        assert secret not in masked, secret
-    for kept in ("24.1.0.3", "7.5.0.5.220", "127.0.0.1", "29500", "12:30:11", "0000:C1:00.0"):
-        assert kept in masked, kept
-
-
 def test_report_holds_everything_and_no_secret(tmp_path):
     for name in ("torch", "accelerate", "transformers", "datasets", "evaluate", "peft"):
         write(tmp_path / f"fake/{name}.py", "import os\nos._exit(1)\n" if name == "torch" else "")

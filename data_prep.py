@@ -6,6 +6,7 @@ became of every row. Nothing appears under --output_dir before all of it is comp
 
 import itertools
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import datasets
+import numpy as np
 from tqdm import tqdm
 
 from preparation.encoded_rows import EncodedRows, Encoding, Row
@@ -63,6 +65,12 @@ class PrepConfig:
         "auto", "of the files; auto: by their names", choices=("auto", "json", "jsonl", "csv", "parquet")
     )
     on_too_long: str = option("truncate", "what happens to rows above max_length", choices=("truncate", "drop"))
+    thinking: str = option(
+        "auto",
+        "mode of the prompts: auto: with thinking where the row has a thought, off: never (thoughts are left out), on: always",
+        choices=("auto", "on", "off"),
+    )
+    loss_on: str = option("all", "answers of a dialogue that are learnt", choices=("all", "last"))
     system_prompt: str = option("", "system text of the rows that have none of their own")
     question_column: str = option("", "field that holds the question, if it has another name than the known ones")
     answer_column: str = option("", "field that holds the answer, likewise")
@@ -118,8 +126,8 @@ def main(argv: list[str] | None = None) -> None:
         found = selection.found
         found["rejected"] = sorted(read.rejected + found["rejected"], key=lambda row: (row["file"], row["line"]))
         refuse(config, selection)
+        written = np.sort(np.concatenate(list(selection.split.values())))
         dataset_sha256 = rows.write_splits(selection.split, directory)
-        rows.path.unlink()
         manifest = {
             "rows_read": read.count,
             "rows_written": {name: len(numbers) for name, numbers in selection.split.items()},
@@ -127,6 +135,8 @@ def main(argv: list[str] | None = None) -> None:
             "cut_turns": read.cut_turns,
             "unused_fields": dict(read.unused_fields.most_common()),
             "shares": read.shares,
+            "modes": rows.count(written, "mode"),
+            "notes": rows.count(written, "notes"),
             "files_not_read": files_not_read,
             **count_tokens(rows, selection.split),
             **{name: getattr(config, name) for name in ("max_length", "eval_fraction", "seed", "model_name_or_path")},
@@ -135,6 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             "versions": library_versions(),
             "recipe": recipe,
         }
+        rows.path.unlink()
         write_json(directory / "manifest.json", manifest)
         ALL_WRITTEN.set()
     print_summary(manifest, config.output_dir, tokenizer)
@@ -168,25 +179,26 @@ def is_up_to_date(config: PrepConfig, recipe: dict) -> bool:
             raise UserError(
                 f"--output_dir {output} exists and is no data set made by this script; choose another directory"
             )
-        foreign = foreign_files(output)
-    if config.overwrite and foreign:
-        raise UserError(
-            f"--overwrite would delete what this script did not write: {listed(foreign)}; move it out of {output}, or "
-            "choose another --output_dir"
-        )
-    if config.overwrite:
-        return False
-    manifest = read_manifest(output)
-    old = manifest.get("recipe", {})
-    changed = [f"{name} {old.get(name)} → {recipe[name]}" for name in recipe if old.get(name) != recipe[name]]
-    if changed:
-        raise UserError(
-            f"--output_dir {output} holds a data set that was made differently ({'; '.join(changed)}); choose another "
-            "directory, or replace it with --overwrite"
-        )
-    rows = {name: len(load_split(output, name)) for name in ("train", "eval")}
-    if rows != manifest.get("rows_written"):
-        raise UserError(f"--output_dir {output} holds a damaged data set ({rows} rows); make it again with --overwrite")
+        if config.overwrite and (foreign := foreign_files(output)):
+            raise UserError(
+                f"--overwrite would delete what this script did not write: {listed(foreign)}; move it out of {output}, or "
+                "choose another --output_dir"
+            )
+        if config.overwrite:
+            return False
+        manifest = read_manifest(output)
+        old = manifest.get("recipe") if isinstance(manifest.get("recipe"), dict) else {}
+        changed = [f"{name} {old.get(name)} → {recipe[name]}" for name in recipe if old.get(name) != recipe[name]]
+        if changed:
+            raise UserError(
+                f"--output_dir {output} holds a data set that was made differently ({'; '.join(changed)}); choose another "
+                "directory, or replace it with --overwrite"
+            )
+        rows = {name: len(load_split(output, name)) for name in ("train", "eval")}
+        if rows != manifest.get("rows_written"):
+            raise UserError(
+                f"--output_dir {output} holds a damaged data set ({rows} rows); make it again with --overwrite"
+            )
     return True
 
 
@@ -203,17 +215,6 @@ def foreign_files(output: Path) -> list[str]:
                 found.append(os.path.normpath(os.path.join(place, name)))
         folders[:] = [name for name in folders if name in own and name not in links]
     return sorted(found)
-
-
-def refuse_what_is_not_encoded(messages: list[dict], tools: list[dict] | None) -> None:
-    """Raises: RowError for turns that the encoding does not know yet."""
-    kinds = {"reasoning_content": "a thought", "tool_calls": "a tool call", "train": "a turn that is context only"}
-    for message in messages:
-        for name, kind in kinds.items():
-            if name in message:
-                raise RowError(f"the row has {kind}, which is not trained yet")
-    if tools or any(message["role"] == "tool" for message in messages):
-        raise RowError("the row has tools, which are not trained yet")
 
 
 class ReadRows:
@@ -244,7 +245,6 @@ class ReadRows:
             self.count += 1
             try:
                 dialogue = read_dialogue(row, config.question_column, config.answer_column, config.system_prompt)
-                refuse_what_is_not_encoded(dialogue.messages, dialogue.tools)
             except RowError as error:
                 self.rejected.append({"file": source.path, "line": line, "reason": str(error)})
                 unknown += [str(error)] if isinstance(error, UnknownFields) else []
@@ -278,7 +278,10 @@ def encode_rows(config: PrepConfig, read: ReadRows, tokenizer, path: Path) -> En
         print(f"encoding in {processes} processes", flush=True)
     rows = itertools.chain(first_rows, rows)
     batches = iter(lambda: list(itertools.islice(rows, BATCH)), [])
-    encoding = Encoding(tokenizer, config.max_length, config.on_too_long, config.seed, bool(config.eval_fraction))
+    encoding = Encoding(
+        tokenizer, config.max_length, config.on_too_long, config.thinking, config.loss_on, config.seed,
+        with_sketch=bool(config.eval_fraction),
+    )  # fmt: skip
     encoded = EncodedRows(path, map_batches(encoding, batches, processes))
     names = ", ".join(source.path for source in read.sources)
     if not read.count:
@@ -293,10 +296,17 @@ def refuse(config: PrepConfig, selection: Selection) -> None:
     lines = listed([f"{row['file']}:{row['line']} {row['reason']}" for row in rejected])
     train, held_out = (len(selection.split[name]) for name in ("train", "eval"))
     if not train and not held_out:
-        reasons = {row["reason"] for row in rejected}
-        if len(reasons) == 1 and len(rejected) > 1:
-            raise UserError(f"none of the {len(rejected):,} rows can be used, all for the same reason: {reasons.pop()}")
-        raise UserError(f"no usable row is left: {lines}; mend these rows")
+        reasons = {re.sub(r"\d+", "#", row["reason"]) for row in rejected}
+        if len(reasons) > 1 or len(rejected) == 1:
+            raise UserError(f"no usable row is left: {lines}; mend these rows")
+        remedy = "mend the rows"
+        if "chat template" in rejected[0]["reason"]:
+            remedy = (
+                f"the rows are not at fault, but the chat template of {config.model_name_or_path} cannot take them: use "
+                "a model or a chat_template.jinja that can, or leave out what it has no place for"
+            )
+        first = "{file}:{line} {reason}".format(**rejected[0])
+        raise UserError(f"none of the {len(rejected):,} rows can be used, all for the same reason: {first}; {remedy}")
     if not train:
         raise UserError(
             f"all {held_out} usable rows would be held out; expected at least one to train on: lower --eval_fraction or "

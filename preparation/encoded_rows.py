@@ -19,6 +19,7 @@ from sft.artifacts import sha256_json
 from sft.encoding import IGNORED, encode_dialogues
 
 SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
+SEVERAL = "one of several sequences of a row, whose earlier answers the template shows otherwise than it asks for them"
 
 COLUMNS = datasets.Features(
     {
@@ -48,6 +49,8 @@ SCHEMA = pyarrow.schema(
         *COLUMNS.arrow_schema,
         *((name, kind) for name, kind in FIGURES.items() if name not in COLUMNS),
         ("reason", pyarrow.string()),
+        ("mode", pyarrow.string()),
+        ("notes", pyarrow.list_(pyarrow.string())),
         ("asks", pyarrow.string()),  # all questions, normalised
         ("bands", pyarrow.list_(pyarrow.uint32(), BANDS)),
     ]
@@ -71,43 +74,46 @@ class Encoding:
     tokenizer: object
     max_length: int
     on_too_long: str
+    thinking: str
+    loss_on: str
     seed: int
     with_sketch: bool  # for the search of near copies; of no use when nothing is held out
 
     def __call__(self, rows: list[Row]) -> pyarrow.RecordBatch:
-        """The rows as SCHEMA has them; a row that cannot be encoded has length 0 and a reason."""
+        """The rows as SCHEMA has them, one that makes several sequences as several, whose ids name the answer; what cannot
+        be encoded has length 0 and a reason."""
         encoded = encode_dialogues(
-            self.tokenizer,
-            [row.dialogue.messages for row in rows],
-            self.max_length,
-            self.on_too_long,
-            tools=[row.dialogue.tools for row in rows],
-        )
-        rows = [rows[sequence.row] for sequence in encoded]  # a row may become several sequences
-        dialogues = [row.dialogue.messages for row in rows]
-        asks = [SEPARATOR.join(map(normalise_question, contents(messages, "user"))) for messages in dialogues]
+            self.tokenizer, [row.dialogue.messages for row in rows], self.max_length, self.on_too_long,
+            tools=[row.dialogue.tools for row in rows], thinking=self.thinking, loss_on=self.loss_on,
+        )  # fmt: skip
+        asks = [SEPARATOR.join(map(normalise_question, contents(row.dialogue.messages, "user"))) for row in rows]
         bands = sketch(asks) if self.with_sketch else np.zeros((len(asks), BANDS), dtype=np.uint32)
+        question_hashes = [question_hash(question, self.seed) for question in asks]
+        said = [json.dumps([row.dialogue.messages, row.dialogue.tools]) for row in rows]
+        answer_hashes = [hash_text(json.dumps(answers_of(row.dialogue.messages))) for row in rows]
+        pairs = [(rows[one.row], one) for one in encoded]
         columns = {
-            "id": [f"{row.id}#{part.turn}" if part.turn else row.id for row, part in zip(rows, encoded)],
-            "input_ids": to_lists([row.input_ids for row in encoded]),
-            "labels": to_lists([row.labels for row in encoded]),
-            "length": [len(row.input_ids) for row in encoded],
-            "target_tokens": [len(row.labels) - row.labels.count(IGNORED) for row in encoded],
-            "question": [last_question(messages[: part.position]) for messages, part in zip(dialogues, encoded)],
-            "reference": [part.reference for part in encoded],
-            "source": [row.source for row in rows],
-            "line": [row.line for row in rows],
-            "reason": [row.reason for row in encoded],
-            "full_length": [row.full_length for row in encoded],
-            "truncated": [row.truncated for row in encoded],
-            "asks": asks,
-            "question_hash": [question_hash(question, self.seed) for question in asks],
-            "answer_hash": [hash_text(SEPARATOR.join(contents(messages, "assistant"))) for messages in dialogues],
-            "row_hash": [
-                hash_text(json.dumps([row.dialogue.messages, row.dialogue.tools, part.turn]))
-                for row, part in zip(rows, encoded)
+            "id": [f"{row.id} answer {one.turn}" if one.turn else row.id for row, one in pairs],
+            "input_ids": to_lists([one.input_ids for one in encoded]),
+            "labels": to_lists([one.labels for one in encoded]),
+            "length": [len(one.input_ids) for one in encoded],
+            "target_tokens": [len(one.labels) - one.labels.count(IGNORED) for one in encoded],
+            "question": [last_question(row.dialogue.messages, one.position) for row, one in pairs],
+            "reference": [one.reference for one in encoded],
+            "source": [row.source for row, _ in pairs],
+            "line": [row.line for row, _ in pairs],
+            "reason": [
+                f"answer {one.turn}: {one.reason}" if one.turn and one.reason else one.reason for one in encoded
             ],
-            "bands": pyarrow.FixedSizeListArray.from_arrays(bands.reshape(-1), BANDS),
+            "mode": [one.mode for one in encoded],
+            "notes": [sorted({*one.notes, *([SEVERAL] if one.turn else [])}) for one in encoded],
+            "full_length": [one.full_length for one in encoded],
+            "truncated": [one.truncated for one in encoded],
+            "asks": [asks[one.row] for one in encoded],
+            "question_hash": [question_hashes[one.row] for one in encoded],
+            "answer_hash": [answer_hashes[one.row] for one in encoded],
+            "row_hash": [hash_text(f"{said[one.row]}#{one.turn}") for one in encoded],
+            "bands": pyarrow.FixedSizeListArray.from_arrays(bands[[one.row for one in encoded]].reshape(-1), BANDS),
         }
         return pyarrow.RecordBatch.from_arrays(
             [
@@ -122,8 +128,14 @@ def contents(messages: list[dict], role: str) -> list[str]:
     return [message["content"] for message in messages if message["role"] == role]
 
 
-def last_question(messages: list[dict]) -> str:
-    return ["", *contents(messages, "user")][-1]
+def answers_of(messages: list[dict]) -> list[list]:
+    """What the assistant says, calls included: two rows that ask the same contradict each other where these differ."""
+    return [[one["content"], one.get("tool_calls")] for one in messages if one["role"] == "assistant"]
+
+
+def last_question(messages: list[dict], position: int) -> str:
+    """What the user asked last before the message at `position`."""
+    return (contents(messages[: max(position, 0)], "user") or [""])[-1]
 
 
 def to_lists(rows: list[list[int]]) -> pyarrow.ListArray:

@@ -65,9 +65,9 @@ def read_dialogue(row: Any, question_column: str = "", answer_column: str = "", 
         raise row
     if not isinstance(row, dict):
         raise RowError(f"the row is {_describe(row)}; expected an object with fields")
-    names = _choose_fields(row, question_column, answer_column)
     filled = {str(name): value for name, value in row.items() if not _is_empty(value)}
-    _refuse_other_trainings(row, filled, names)
+    _refuse_other_trainings(row, filled, {question_column, answer_column})
+    names = _choose_fields(row, question_column, answer_column)
     unused = filled.keys() - {*names, "id", "system", "tools"}
     if len(names) == 1:
         turns = row[names[0]]
@@ -98,15 +98,16 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, (str, list, dict)) and not value) or value != value
 
 
-def _refuse_other_trainings(row: dict, filled: dict, names: tuple[str, ...]) -> None:
+def _refuse_other_trainings(row: dict, filled: dict, names: set[str]) -> None:
     """Raises: RowError when fields say that the answer is not simply to be learnt from the text."""
     for name in MEDIA:
         if name in filled and name not in names:
             raise RowError(f"`{name}` is not empty: this trains text only")
     for name in PAIRS_OF_ANSWERS:
-        if name in filled and name not in names:
+        if name in filled and not names & set(PAIRS_OF_ANSWERS):
             raise RowError(
-                f"`{name}` holds an answer to compare with: this trains on single answers; leave the field out"
+                f"`{name}` holds an answer to compare with: this trains on single answers; leave the field out, or train on "
+                "the better ones: --answer_column chosen"
             )
     for name in VERDICTS:
         if row.get(name) is False and name not in names:

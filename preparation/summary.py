@@ -17,6 +17,10 @@ def print_summary(manifest: dict, output_dir: str, tokenizer) -> None:
             print(f"  and {len(lines) - SHOWN} more, all in manifest.json")
     if manifest["cut_turns"]:
         print(f"unanswered turns at the end that were cut: {manifest['cut_turns']}")
+    for note, count in manifest["notes"].items():
+        print(f"{note}: {count:,} rows")
+    if thinking := manifest["modes"].get("thinking"):
+        print(f"asked for with a thought: {thinking:,} rows, without: {manifest['modes'].get('plain', 0):,}")
     if unused := manifest["unused_fields"]:
         print("fields that are not used: " + listed([f"{name} ({count:,} rows)" for name, count in unused.items()]))
     for path, share in manifest["shares"].items():

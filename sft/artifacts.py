@@ -240,7 +240,10 @@ def clear_leftovers(path: str | Path) -> None:
     is_leftover = re.compile(re.escape(f".{path.name}") + r"\.(tmp|old)-[a-z0-9_]{8}")
     found = [one for one in sorted(path.parent.glob(".*")) if is_leftover.fullmatch(one.name) and one.is_dir()]
     for leftover in reversed(found):  # the ones with locks first
-        lock = os.open(leftover, os.O_RDONLY)
+        try:
+            lock = os.open(leftover, os.O_RDONLY)
+        except PermissionError:  # another user's
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if ".old-" in leftover.name and (leftover / path.name).exists() and not path.exists():

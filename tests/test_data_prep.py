@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 import data_prep
 from preparation.sources import FORMATS
+from preparation.summary import mark_targets
 from sft.errors import UserError
 from tests.conftest import ROOT, make_rows, must, run_script, write_jsonl
 
@@ -494,5 +496,129 @@ def test_unused_fields_and_files_are_named(prepare, tmp_path, capsys):
 
 def test_rows_that_all_fail_for_one_reason_are_told_once(prepare, tmp_path):
     rows = [{"question": f"Q{i}?", "answer": " "} for i in range(30)]
-    with pytest.raises(UserError, match=r"none of the 30 rows can be used, all for the same reason: empty answer \("):
+    with pytest.raises(
+        UserError, match=r"none of the 30 rows .* for the same reason: .*qa.jsonl:1 empty answer \(.*mend"
+    ):
         prepare(write_jsonl(tmp_path / "qa.jsonl", rows))
+
+
+def test_a_template_that_takes_no_row_is_said_to_be_at_fault(prepare, tmp_path):
+    rows = [{"question": f"Q{i}?", "answer": "A.", "thinking": "hm"} for i in range(30)]
+    words = r"none of the 30 rows .*no place for a thought.*; the rows are not at fault, but the chat template of .*tiny-model"
+    with pytest.raises(UserError, match=words):
+        prepare(write_jsonl(tmp_path / "qa.jsonl", rows))
+    assert prepare(tmp_path / "qa.jsonl", thinking="off")["notes"] == {"thoughts left out, as --thinking off says": 30}
+
+
+ROWS = Path(__file__).parent / "rows"
+# In the manner of Qwen3: thoughts are shown in the last answer only, tools and calls as JSON.
+THINKING_TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}Tools:
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}<|im_start|>assistant
+{% if loop.last %}<think>
+{{ message.reasoning_content or '' }}
+</think>
+
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|im_end|>
+{% elif message.role == 'tool' %}<|im_start|>user
+<tool_response>{{ message.content }}</tool_response><|im_end|>
+{% elif message.role != 'system' or not tools %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call><|im_end|>'
+NO_PLACE, NO_TOOLS, END = "has no place for a thought", "chat template", "<|im_end|>"
+BOTH = "as the other"
+# file: targets with the thinking template, targets with plain ChatML; a text alone is the reason of the refusal
+TODAY = {
+    "thought_field": (["<think>\neight sevens\n</think>\n\nIt is 56." + END], NO_PLACE),
+    "thought_field_of_a_pair": (["<think>\nnine sevens\n</think>\n\nIt is 63." + END], NO_PLACE),
+    "thought_in_answer": (["<think>\nthree and three\n</think>\n\nIt is 6." + END], ["<think>three and three</think>It is 6." + END]),
+    "thought_in_last_turn": (["Two." + END, "<think>\nfour over two\n</think>\n\nTwo rows." + END], ["Two." + END, "<think>four over two</think>Two rows." + END]),
+    "thought_in_earlier_turn": (["<think>\n19 of 380\n</think>\n\n361 rows." + END, "342 rows." + END], ["<think>19 of 380</think>361 rows." + END, "342 rows." + END]),
+    "thought_parts": (["<think>\nthink of it\n</think>\n\nBecause." + END], NO_PLACE),
+    "weight_zero_turn": (["It is 36." + END], BOTH),
+    "loss_false_turn": (["Two." + END], BOTH),
+    "weight_half_turn": ("`weight` of a turn is 0.5; expected 0 or 1", BOTH),
+    "all_turns_context": ("nothing to learn: all answers are marked as context", BOTH),
+    "tool_calls": (["I look." + CALL, "It rains." + END], NO_TOOLS),
+    "tool_calls_as_text": ([CALL, "It rains." + END], NO_TOOLS),
+    "sharegpt_function_call": ([CALL, "It rains." + END], NO_TOOLS),
+    "sharegpt_call_without_a_name": (["{}" + END, "It rains." + END], BOTH),
+    "tool_call_ends_row": (["I look." + CALL], NO_TOOLS),
+    "tools_that_are_no_json": ("`tools` is a text that is no JSON", BOTH),
+    "images": ("`images` is not empty: this trains text only", BOTH),
+    "image_place_beside_an_empty_field": ("a place for an image, audio or video: this trains text only", BOTH),
+    "image_part": ("a part of type 'image_url': this trains text only", BOTH),
+    "image_word_in_a_text": (["A tag." + END], BOTH),
+    "system_null": (["Two." + END], BOTH),
+    "developer": (["Two." + END], BOTH),
+    "parts_with_value": (["Rank 0." + END], BOTH),
+    "prompt_completion_lists": (["It is 6." + END], BOTH),
+    "greeting_first": (["A library." + END], BOTH),
+    "preference_pair": ("`chosen` holds an answer to compare with", BOTH),
+    "kto_verdict": ("`kto_tag` is false", BOTH),
+    "alpaca_with_history": (["Paris." + END, "Rome." + END], BOTH),
+    "empty_messages_beside_a_pair": (["Two." + END], BOTH),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def thinking_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("thinking") / "tokenizer"
+    shutil.copytree(tiny_tokenizer_dir, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    (copy / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    return copy
+
+
+def targets(tokenizer, rows: list[dict]) -> list[str]:
+    """The spans that are learnt, in the order of the answers."""
+    spans = []
+    for row in rows:
+        marked = mark_targets(tokenizer, row["input_ids"], row["labels"])
+        spans += re.findall(r"\[\[(.*?)\]\]", marked, re.DOTALL)
+    return spans
+
+
+def test_all_files_of_rows_have_their_outcome_listed():
+    assert sorted(path.stem for path in ROWS.iterdir()) == sorted(TODAY) and len(TODAY) == 29
+
+
+@pytest.mark.parametrize("kind", ["thinking", "plain"])
+@pytest.mark.parametrize("name", TODAY)
+def test_rows_of_today_are_learnt_as_they_are_asked_or_refused_by_name(
+    prepare, tmp_path, tiny_tokenizer, thinking_tokenizer_dir, tiny_tokenizer_dir, name, kind
+):
+    expected = TODAY[name][kind == "plain"]
+    expected = TODAY[name][0] if expected == BOTH else expected
+    model = thinking_tokenizer_dir if kind == "thinking" else tiny_tokenizer_dir
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            prepare(ROWS / f"{name}.jsonl", model_name_or_path=model)
+        assert list(tmp_path.iterdir()) == []
+        return
+    manifest = prepare(ROWS / f"{name}.jsonl", model_name_or_path=model)
+    assert manifest["rejected"] == [] and manifest["unused_fields"] == {}
+    rows = rows_of(tmp_path / "out")
+    assert targets(tiny_tokenizer, rows) == expected
+    assert rows[-1]["reference"] and sum(manifest["modes"].values()) == len(rows)
+    assert "NEVER-LEARN" not in "".join(expected) and ("<think>" in "".join(expected)) <= (
+        kind == "plain" or "thinking" in manifest["modes"]
+    )

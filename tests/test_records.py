@@ -96,6 +96,7 @@ def test_unusable_rows_say_why(row, reason):
     [
         ({"question": "q", "anwser": "a"}, "the field `answer` is missing (fields found: question, anwser); `anwser` resembles `answer`"),
         ({"questoin": "q", "answer": "a"}, "the field `question` is missing (fields found: questoin, answer); `questoin` resembles `question`"),
+        ({"messages": None, "x": 1}, "no known schema (fields found: messages, x); `messages` is null"),
         ({"conversation": []}, "no known schema (fields found: conversation); `conversation` resembles `conversations`"),
         ({}, "no known schema (fields found: none)"),
     ],
@@ -104,6 +105,80 @@ def test_unknown_fields_name_what_they_resemble(row, reason):
     with pytest.raises(UnknownFields) as raised:
         read_dialogue(row)
     assert str(raised.value) == reason
+
+
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+WRAPPED = {"type": "function", "function": TOOL}
+
+
+def call(**arguments) -> dict:
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def turns(*pairs_of: tuple) -> list[dict]:
+    return [{"role": role, "content": content, **dict(*more)} for role, content, *more in pairs_of]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "tools"),
+    [
+        ({"question": "q", "answer": "a", "reasoning_content": "r"}, turns(("user", "q"), ("assistant", "a", {"reasoning_content": "r"})), None),
+        ({"messages": turns(("user", "q"), ("assistant", "a", {"thinking": "r"}))}, turns(("user", "q"), ("assistant", "a", {"reasoning_content": "r"})), None),
+        ({"messages": turns(("user", "q"), ("assistant", "a", {"reasoning": None, "tool_calls": []}))}, pair("q", "a"), None),
+        ({"messages": turns(("assistant", "hi"), ("user", "q"), ("assistant", "a"))}, turns(("assistant", "hi", {"train": False}), ("user", "q"), ("assistant", "a")), None),
+        ({"messages": turns(("user", "q"), ("assistant", "", {"tool_calls": [call(x=1)]}))}, turns(("user", "q"), ("assistant", "", {"tool_calls": [call(x=1)]})), None),
+        ({"messages": turns(("user", "q"), ("assistant", None, {"function_call": {"name": "f", "arguments": '{"x": 1}'}}))}, turns(("user", "q"), ("assistant", "", {"tool_calls": [call(x=1)]})), None),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "I look."}, {"from": "function_call", "value": '[{"name": "f", "arguments": {"x": null}}, {"name": "f"}]'}, {"from": "observation", "value": "7"}, {"from": "gpt", "value": "a"}], "tools": json.dumps([TOOL])},
+         turns(("user", "q"), ("assistant", "I look.", {"tool_calls": [call(x=None), call()]}), ("tool", "7"), ("assistant", "a")), [WRAPPED]),
+        ({"messages": turns(("user", "q"), ("assistant", "", {"tool_calls": [call()]}), ("tool", {"t": 7}, {"name": "f", "tool_call_id": "1"}), ("tool", ""), ("assistant", "a")), "tools": [WRAPPED]},
+         turns(("user", "q"), ("assistant", "", {"tool_calls": [call()]}), ("tool", '{"t": 7}', {"name": "f", "tool_call_id": "1"}), ("tool", ""), ("assistant", "a")), [WRAPPED]),
+        ({"prompt": turns(("user", "q")), "completion": "a", "tools": "[]"}, pair("q", "a"), None),
+        ({"messages": turns(("developer", "Be brief."), *[("user", "q"), ("assistant", "a")])}, SYSTEM + pair("q", "a"), None),
+        ({"messages": None, "question": None, "answer": None, "prompt": "q", "completion": "a"}, pair("q", "a"), None),
+        ({"question": "q", "answer": "a", "images": [], "tools": None, "label": True, "weight": 1}, pair("q", "a"), None),
+    ],
+)  # fmt: skip
+def test_thoughts_calls_and_results_are_kept(row, messages, tools):
+    dialogue = read_dialogue(row)
+    assert (dialogue.messages, dialogue.tools) == (messages, tools)
+
+
+DEEP = "[" * 60 + "]" * 60
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": turns(("user", "q"), ("assistant", "", {"tool_calls": [{"function": {}}]}))}, "a tool call has no name"),
+        ({"messages": turns(("user", "q"), ("assistant", "", {"tool_calls": "f()"}))}, "`tool_calls` is a text that is no JSON: 'f()'"),
+        ({"messages": turns(("user", "q"), ("assistant", "", {"tool_calls": [{"name": "f", "arguments": "x"}]}))}, "`arguments` is a text that is no JSON"),
+        ({"messages": turns(("user", "q"), ("assistant", "", {"tool_calls": [{"name": "f", "arguments": [1]}]}))}, "the arguments of the call of f are a list"),
+        ({"messages": turns(("user", "q"), ("assistant", "", {"tool_calls": [call()]}), ("assistant", "a"))}, "roles do not alternate: turn 3 is assistant, expected tool"),
+        ({"messages": turns(("user", "q", {"images": ["a"]}), ("assistant", "a"))}, "the user turn has `images`: this trains text only"),
+        ({"messages": turns(("system", "s", {"tools": [TOOL]}), ("user", "q"), ("assistant", "a"))}, "the system turn has `tools`: put them beside the list of turns"),
+        ({"question": "q", "answer": "a", "tools": json.loads(f'[{{"name": "f", "x": {DEEP}}}]')}, "`tools` is nested more than 50 levels deep"),
+        ({"question": "q", "answer": "a", "tools": [{"name": "f", "x": b"1"}]}, "`tools` holds a bytes that JSON cannot hold"),
+        ({"question": "q", "answer": "a", "tools": 7}, "`tools` holds a number; expected objects"),
+        ({"question": "q", "answer": "a", "thinking": True}, "`thinking` is true or false; expected text"),
+        ({"question": "q", "answer": "a", "audio": "a.wav"}, "`audio` is not empty: this trains text only"),
+        ({"question": "q", "answer": "a", "weight": 0}, "nothing to learn: the row's weight is 0"),
+        ({"question": "q", "answer": "a", "label": False}, "`label` is false, which marks an answer that is not to be learnt"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio", "audio": "x"}]}, pair("q", "a")[1]]}, "`user turn` has a part of type 'audio': this trains text only"),
+    ],
+)  # fmt: skip
+def test_what_text_training_cannot_honour_is_refused_by_name(row, reason):
+    with pytest.raises(RowError) as raised:
+        read_dialogue(row)
+    assert str(raised.value).startswith(reason)
+
+
+def test_fields_that_are_not_used_are_named():
+    row = {"id": 1, "question": "q", "answer": "a", "score": 0.5, "topic": "", "input": "i", "system": "s"}
+    assert read_dialogue(row).unused == ["input", "score"]
+    row = {"messages": [*SYSTEM, *pair("q", "a")], "system": "other", "question": "p"}
+    row["messages"][1] = {**row["messages"][1], "name": "Ann", "reasoning_content": "r"}
+    assert read_dialogue(row).unused == ["messages[].name", "messages[].reasoning_content", "question", "system"]
+    assert read_dialogue({"q": "q", "chosen": "a", "rejected": "b"}, "q", "chosen").unused == ["rejected"]
 
 
 def test_the_users_columns_and_system_prompt_are_taken():

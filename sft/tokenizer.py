@@ -44,6 +44,11 @@ def explained_loading(what: str, name_or_path: str):
             "use attn_implementation: packed_sdpa"
         ) from error
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):  # transformers names its own argument
+            raise UserError(
+                f"{what} {name_or_path} needs Python code that lies beside its weights; read that code, and allow it to run "
+                "with --trust_remote_code on the command line (what a run's config.json says of it is ignored)"
+            ) from error
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
             f"{what} {name_or_path} could not be loaded: {first_line} — check the name; without a network give a local "

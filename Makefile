@@ -51,7 +51,7 @@ demo: $(VENV)/runtime $(MODEL)/config.json
 	@echo "== 3/3 base against adapter → $(DEMO)/run/eval"
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/accelerate launch --config_file accelerate_configs/cpu_2.yaml \
 		eval.py --run_dir $(DEMO)/run
-	@echo "Report: $(DEMO)/run/eval/report.md   loss plot: $(DEMO)/run/loss.png   adapter: $(DEMO)/run"
+	@echo "Report: $(DEMO)/run/eval/report.html (report.md)   loss plot: $(DEMO)/run/loss.png   adapter: $(DEMO)/run"
 
 test: check
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --at-least $(MINIMUM_TESTS)

@@ -22,15 +22,17 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from sft import artifacts, checkpoint, evaluation, metrics, modeling, packing, report, run_directory
+from sft import artifacts, checkpoint, evaluation, markdown, metrics, modeling, packing, report, run_directory
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
 from sft.errors import RunFailed, UserError
 from sft.tokenizer import load_tokenizer
 
 SIDES = ("base", "adapter")
+LOCK = ".lock"  # in output_dir
 METRIC = Path(__file__).resolve().parent / "metrics" / "qa_generation"
 
 
@@ -49,6 +51,9 @@ class EvalConfig:
     dataset_dir: str | None = option(None, "where the data set is; none: where the run found it")
     allow_other_dataset: bool = option(False, "accept a --dataset_dir that the run was not trained on")
     model_name_or_path: str | None = option(None, "where the base model is; none: where the run found it")
+    trust_remote_code: bool = option(
+        False, "run Python code that comes with the model (only if you trust its author)", flag_only=True
+    )
     language: str = option("auto", "whose words and tokenisation count; auto: row by row", choices=metrics.LANGUAGES)
     seed: int = option(42, "of the bootstrap")
     ddp_timeout: int = option(7200, "seconds that a rank that has finished waits for the others")
@@ -65,14 +70,15 @@ def main(argv: list[str] | None = None) -> None:
     run = open_run(settings)
     output_dir = open_output(settings)
     model_name = settings.model_name_or_path or run.config["model_name_or_path"]
-    trust_remote_code = run.config["trust_remote_code"]
-    tokenizer = load_tokenizer(model_name, trust_remote_code)
+    tokenizer = load_tokenizer(model_name, settings.trust_remote_code)
     manifest, rows = open_rows(settings, run, tokenizer)
     accelerator = device.start(settings.ddp_timeout)
+    lock = FileLock(output_dir / LOCK)
+    device.run_on_main(accelerator, lambda: claim(output_dir, lock))
 
     # One load serves both sides: the base is the adapted model with its adapter switched off.
     dtype = device.base_dtype(run.config["dtype"], accelerator.device)
-    base = modeling.load_base(model_name, dtype, accelerator.device, trust_remote_code=trust_remote_code)
+    base = modeling.load_base(model_name, dtype, accelerator.device, trust_remote_code=settings.trust_remote_code)
     model = modeling.load_adapter(base, settings.run_dir).to(accelerator.device).eval()
     accelerator.print(f"{len(rows)} held-out rows of {manifest['rows_written']['eval']}, base weights {dtype}.")
 
@@ -108,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     times = {"losses_s": losses_done - started, "answers_s": time.perf_counter() - losses_done}
 
     def write_down() -> None:
-        signature = describe_decoding(decoding, tokenizer, dtype)
+        signature = decoding_signature(decoding, tokenizer, dtype)
         predictions = score(rows, nll, answers, settings.language)
         built = report.build_report(
             run, predictions, manifest, settings.language, signature, settings.seed,
@@ -116,15 +122,18 @@ def main(argv: list[str] | None = None) -> None:
         )  # fmt: skip
         built["adapter_sha256"] = adapter_sha256
         write_whole(output_dir, built, predictions, run.metrics)
-        print(f"\n{report.render_table(built)}\n\n{report.render_words(built).replace('**', '')}")
-        print(f"\nThe report is {output_dir / 'report.md'} (Chinese: report.zh-CN.md; as data: report.json).")
+        print(f"\n{markdown.render_table(built)}\n\n{markdown.render_words(built).replace('**', '')}")
+        print(
+            f"\nThe report is {output_dir / 'report.md'}; for a browser, with every answer and in Chinese too: {output_dir / 'report.html'}."
+        )
 
     device.run_on_main(accelerator, write_down)
     partial.remove()
+    lock.release()
     device.end(accelerator)
 
 
-def open_run(settings: EvalConfig) -> report.Run:
+def open_run(settings: EvalConfig) -> report.RunResults:
     """The finished run. Raises: UserError when it is not one, saying what is there, or its base model has changed."""
     run = report.load_run(settings.run_dir)
     lack = run_directory.unfinished(run.directory)
@@ -146,7 +155,7 @@ def open_run(settings: EvalConfig) -> report.Run:
     return run
 
 
-def open_rows(settings: EvalConfig, run: report.Run, tokenizer) -> tuple[dict, datasets.Dataset]:
+def open_rows(settings: EvalConfig, run: report.RunResults, tokenizer) -> tuple[dict, datasets.Dataset]:
     """The manifest and the held-out rows. Raises: UserError when they are missing, none, or not the run's."""
     directory = settings.dataset_dir or run.config["dataset_dir"]
     if not settings.dataset_dir and not Path(directory).is_dir():
@@ -186,12 +195,27 @@ def open_output(settings: EvalConfig) -> Path:
     output_dir = Path(settings.output_dir or Path(settings.run_dir) / "eval")
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"output_dir {output_dir} is a file; choose another directory")
-    names = os.listdir(output_dir) if output_dir.is_dir() else []
-    if names and not any(name == "report.json" or name.startswith((".partial-", ".report.tmp-")) for name in names):
+    if output_dir.is_symlink() and not settings.output_dir:
+        raise UserError(f"{output_dir} is a link to elsewhere; give the place to write to with --output_dir")
+    names = [name for name in os.listdir(output_dir) if name != LOCK] if output_dir.is_dir() else []
+    unfinished = any(name.startswith((".partial-", ".report.tmp-")) for name in names)
+    if names and not (report.is_report(output_dir / "report.json") or ("report.json" not in names and unfinished)):
         raise UserError(
-            f"output_dir {output_dir} holds {names[0]} but no evaluation; choose another directory, or an empty one"
+            f"output_dir {output_dir} holds {sorted(names)[0]} but no evaluation; choose another directory, or an empty one"
         )
     return output_dir
+
+
+def claim(output_dir: Path, lock: FileLock) -> None:
+    """Makes this process the only one that evaluates into a directory, until it ends. Raises: UserError."""
+    with artifacts.explained_writing(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"another eval.py is writing {output_dir}; wait for it, or give this one another --output_dir"
+            ) from None
 
 
 def switched(model, side: str):
@@ -249,7 +273,7 @@ def choose_decoding(settings: EvalConfig, tokenizer, base, rows) -> dict:
     }
 
 
-def describe_decoding(decoding: dict, tokenizer, dtype) -> str:
+def decoding_signature(decoding: dict, tokenizer, dtype) -> str:
     """The decoding as the signature of the report names it."""
     if not decoding:
         return "none"

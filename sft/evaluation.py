@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,7 +142,9 @@ class PartialResults:
         """Appends new results of this rank, {"key", "id", …} each. Raises: UserError on a full disk."""
         with explained_writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
+            # A link that somebody put here would lead the writing elsewhere.
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            with open(descriptor, "a", encoding="utf-8") as file:
                 # The line break comes first: a last line that a kill has cut off then spoils no other.
                 file.write("".join("\n" + json.dumps(record, ensure_ascii=False) for record in records))
         self.added += records
@@ -170,14 +173,23 @@ def read_records(directory: Path) -> list[dict]:
     return records
 
 
-def ask(run_dir: str | Path, question: str, max_new_tokens: int = 200, base_only: bool = False) -> str:
+def ask(
+    run_dir: str | Path,
+    question: str,
+    max_new_tokens: int = 200,
+    base_only: bool = False,
+    trust_remote_code: bool = False,
+) -> str:
     """The greedy answer of a run's adapted model (or of its base alone) to one question, for a notebook or a shell.
 
-    Loads the model each time, in fp32 on the CPU; eval.py is for many questions.
+    Loads the model each time, in fp32 on the CPU; eval.py is for many questions. trust_remote_code: whether Python code in
+    the base model's directory may run; what the run's config.json says of it is ignored.
     """
     name = read_json(Path(run_dir) / "config.json")["model_name_or_path"]
-    tokenizer = load_tokenizer(name)
-    model = modeling.load_base(name, torch.float32, attn_implementation=modeling.generation_attention())
+    tokenizer = load_tokenizer(name, trust_remote_code)
+    model = modeling.load_base(
+        name, torch.float32, attn_implementation=modeling.generation_attention(), trust_remote_code=trust_remote_code
+    )
     stop_ids = stop_token_ids(tokenizer, model.generation_config)
     if not base_only:
         model = modeling.load_adapter(model, str(run_dir)).get_base_model()  # its layers now carry the adapter

@@ -202,7 +202,7 @@ def rows_needed(base_rows: Sequence[dict], adapter_rows: Sequence[dict]) -> int 
     return max(FEWEST_ROWS, math.ceil(rows)) if rows <= 1_000_000 else None
 
 
-def describe(
+def signature_of(
     rows: Sequence[dict], language: str, decoding: str, seed: int = 42, resamples: int = RESAMPLES
 ) -> dict[str, str]:
     """Returns the signature: for each metric what another tool would need to get the same figure."""

@@ -20,9 +20,17 @@ SCALES = {
 }
 
 
+INCHES = (8, 4.5)
+
+
 def plot_loss(metrics: Sequence[dict], path: str | Path) -> None:
-    """Draws the loss of each training step and of the held-out rows, from the records of metrics.jsonl."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    """Writes `draw_loss` to a PNG file."""
+    draw_loss(metrics).savefig(path, dpi=120)
+
+
+def draw_loss(metrics: Sequence[dict], inches: tuple[float, float] = INCHES) -> Figure:
+    """Returns the loss of each training step and of the held-out rows, drawn from the records of metrics.jsonl."""
+    figure = Figure(figsize=inches, layout="constrained")
     axes = _bare(figure.subplots(), "y")
     train = np.array([(record["step"], record["loss"]) for record in metrics if "loss" in record])
     held_out = np.array([(record["step"], record["eval_loss"]) for record in metrics if "eval_loss" in record])
@@ -47,16 +55,16 @@ def plot_loss(metrics: Sequence[dict], path: str | Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.04, y=0.12)
     _head(axes, "Loss")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def plot_differences(difference: dict[str, dict], verdicts: dict[str, str], path: str | Path) -> None:
-    """Draws each metric's difference with its 95 % interval, as `sft.metrics.compare` gives them, by scale, in the
-    colours of what `sft.metrics.judge` says of them."""
+def draw_differences(difference: dict[str, dict], verdicts: dict[str, str]) -> Figure:
+    """Returns each metric's difference with its 95 % interval, as `sft.metrics.compare` gives them, drawn by scale,
+    in the colours of what `sft.metrics.judge` says of them."""
     panels = {scale: [name for name in names if name in difference] for scale, names in SCALES.items()}
     panels = {scale: names for scale, names in panels.items() if names}
     heights = [len(names) + 1.2 for names in panels.values()]
-    figure = Figure(figsize=(8, 0.36 * sum(heights) + 0.9), layout="constrained")
+    figure = Figure(figsize=(INCHES[0], 0.36 * sum(heights) + 0.9), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     looks = {"better": (GREEN, "o"), "worse": (RED, "X"), "longer": (BLUE, "D"), "shorter": (BLUE, "D")}
     for axes, (scale, names) in zip(all_axes, panels.items()):
@@ -73,12 +81,12 @@ def plot_differences(difference: dict[str, dict], verdicts: dict[str, str], path
         axes.set_yticks(range(len(names)), [name + {1: " ↑", -1: " ↓", 0: ""}[BETTER[name]] for name in names])
         axes.set_xlabel(scale, fontsize=9, labelpad=1)
     figure.suptitle("Adapter − base, 95 % intervals (● better, ✖ worse, ■ no difference shown)", fontsize=11)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def plot_length_loss(predictions: Sequence[dict], path: str | Path) -> None:
-    """Draws each held-out row's loss by its length, for base and adapter, from the lines of predictions.jsonl."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+def draw_length_loss(predictions: Sequence[dict], inches: tuple[float, float] = INCHES) -> Figure:
+    """Returns each held-out row's loss by its length, for base and adapter, drawn from the lines of predictions.jsonl."""
+    figure = Figure(figsize=inches, layout="constrained")
     axes = _bare(figure.subplots(), "y")
     lengths = [row["length"] for row in predictions]
     base = [row["base_nll"] / row["target_tokens"] for row in predictions]
@@ -91,14 +99,22 @@ def plot_length_loss(predictions: Sequence[dict], path: str | Path) -> None:
     axes.scatter(lengths, adapter, color=BLUE, marker="o", label="adapter", **look)
     axes.set(xlabel="tokens of the row", ylabel="loss, nats per target token")
     _head(axes, "Held-out rows: length and loss")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _head(axes, title: str) -> None:
-    """Puts title and legend above the axes, where they hide no point."""
-    axes.set_title(title, loc="left")
+    """Puts the title and, below it, the legend above the axes, where they hide no point and each other in no width."""
+    axes.set_title(title, loc="left", pad=24)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
+        axes.legend(
+            frameon=False,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=3,
+            borderaxespad=0.2,
+            fontsize=9,
+            columnspacing=1.2,
+        )
 
 
 def _bare(axes, grid: str):

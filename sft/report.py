@@ -1,7 +1,6 @@
 """What is known about a run, read back from its directory, and the report on it: JSON, two languages, plots."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +8,18 @@ from pathlib import Path
 from sft.artifacts import read_json, write_json, write_text
 from sft.errors import UserError
 from sft.journal import read_metrics
-from sft.metrics import BETTER, FEWEST_ROWS, RESAMPLES, aggregate, compare, describe, judge, rows_needed
-from sft.phrases import LANGUAGES, METRICS, PHRASES, format_value
-from sft.plots import plot_differences, plot_length_loss, plot_loss
+from sft.markdown import render_report
+from sft.metrics import FEWEST_ROWS, RESAMPLES, aggregate, compare, judge, rows_needed, signature_of
+from sft.plots import draw_differences, draw_length_loss, draw_loss
+from sft.webpage import render_page
 
 REPORTS = {"en": "report.md", "zh-CN": "report.zh-CN.md"}
 TEXTS = ("id", "question", "reference", "base", "adapter")  # of a row of predictions.jsonl
 EXAMPLES = 3  # best and worst rows shown, each
-CELL_CHARACTERS = 400  # of a text in a table of examples
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResults:
     """A run directory as data. What the run has not written yet is empty: `{}`, `[]`, and None for the report."""
 
     directory: Path
@@ -33,7 +32,7 @@ class Run:
     predictions: list[dict]  # eval/predictions.jsonl, one per held-out row (see `join_predictions`)
 
 
-def load_run(run_dir: str | Path) -> Run:
+def load_run(run_dir: str | Path) -> RunResults:
     """Returns everything that train.py and eval.py have written to a run directory, finished or not.
 
         run = load_run("outputs/demo/run")
@@ -50,7 +49,7 @@ def load_run(run_dir: str | Path) -> Run:
     def read(name: str, default):
         return read_json(directory / name) if (directory / name).is_file() else default
 
-    return Run(
+    return RunResults(
         directory=directory,
         config=read("config.json", {}),
         provenance=read("provenance.json", {}),
@@ -60,6 +59,15 @@ def load_run(run_dir: str | Path) -> Run:
         report=read("eval/report.json", None),
         predictions=_read_lines(directory / "eval" / "predictions.jsonl"),
     )
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report.json of eval.py, of whatever version."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.keys() >= {"base", "adapter", "difference", "signature", "run"}
 
 
 def join_predictions(
@@ -89,7 +97,7 @@ def join_predictions(
 
 
 def build_report(
-    run: Run,
+    run: RunResults,
     predictions: Sequence[dict],
     manifest: dict,
     language: str = "auto",
@@ -130,7 +138,7 @@ def build_report(
         "adapter": aggregate(adapter_rows),
         "difference": difference,
         "verdicts": verdicts,
-        "signature": describe(adapter_rows, language, decoding, seed, resamples),
+        "signature": signature_of(adapter_rows, language, decoding, seed, resamples),
         "examples": _pick_examples(predictions),
         "leaks": manifest.get("leaks", []),
         "data": data | lists,
@@ -145,22 +153,27 @@ def build_report(
 
 
 def write_report(directory: str | Path, report: dict, predictions: Sequence[dict], metrics: Sequence[dict]) -> None:
-    """Writes predictions.jsonl, three plots, report.md, report.zh-CN.md, report.json.
+    """Writes predictions.jsonl, three plots, report.md, report.zh-CN.md, report.html, report.json.
 
     metrics: the records of the run's metrics.jsonl. report.json comes last: where it is, the rest is whole.
     """
     directory = Path(directory)
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in predictions)
     write_text(directory / "predictions.jsonl", "".join(lines))
-    plot_loss(metrics, directory / "loss.png")
-    plot_differences(report["difference"], report["verdicts"], directory / "differences.png")
-    plot_length_loss(predictions, directory / "length_loss.png")
+    drawn = {
+        "loss": draw_loss(metrics),
+        "differences": draw_differences(report["difference"], report["verdicts"]),
+        "length_loss": draw_length_loss(predictions),
+    }
+    for name, figure in drawn.items():
+        figure.savefig(directory / f"{name}.png", dpi=120)
+    write_text(directory / "report.html", render_page(report, predictions, metrics))
     for language, name in REPORTS.items():
         write_text(directory / name, render_report(report, language))
     write_json(directory / "report.json", report)
 
 
-def compare_runs(first: Run, second: Run, seed: int = 42) -> dict[str, dict]:
+def compare_runs(first: RunResults, second: RunResults, seed: int = 42) -> dict[str, dict]:
     """Returns {metric: {"mean", "ci95"}}, adapter of `second` − adapter of `first`, over the rows that both evaluated.
 
     Raises:
@@ -170,7 +183,7 @@ def compare_runs(first: Run, second: Run, seed: int = 42) -> dict[str, dict]:
         if not run.predictions:
             raise UserError(f"{run.directory} holds no eval/predictions.jsonl; run eval.py --run_dir {run.directory}")
 
-    def keyed(run: Run) -> dict[tuple, dict]:
+    def keyed(run: RunResults) -> dict[tuple, dict]:
         return {(row["id"], row["question"], row["reference"]): row["adapter_scores"] for row in run.predictions}
 
     ours, theirs = keyed(first), keyed(second)
@@ -180,81 +193,6 @@ def compare_runs(first: Run, second: Run, seed: int = 42) -> dict[str, dict]:
             f"{first.directory} and {second.directory} were evaluated on different rows: nothing to compare"
         )
     return compare([ours[key] for key in shared], [theirs[key] for key in shared], seed)
-
-
-def render_report(report: dict, language: str = "en") -> str:
-    """Returns the whole report as Markdown, in "en" or "zh-CN"."""
-    say = _speaker(language)
-    shown = {"rows": report["rows"], "held_out": report["data"]["rows_written"]["eval"]}
-    notices = (["simulated"] if report["simulated"] else []) + report["warnings"]
-    signature = [(name, _code(text)) for name, text in report["signature"].items()]
-    meanings = [(name, METRICS[name][LANGUAGES.index(language)]) for name in report["difference"]]
-    parts = [
-        f"# {say('title')}",
-        *[f"> {say(notice, **shown)}" for notice in notices],
-        render_words(report, language),
-        f"## {say('comparison')}",
-        render_table(report, language),
-        say("how_to_read"),
-        "![differences](differences.png)",
-        f"## {say('trained')}",
-        _table(("", ""), _facts(report, say)),
-        f"## {say('curves')}",
-        say("curves_text"),
-        "![loss](loss.png)",
-        "![length and loss](length_loss.png)",
-    ]
-    for kind, examples in report["examples"].items():
-        parts += [f"## {say(kind)}", *([_example(example, say) for example in examples] or [say("no_examples")])]
-    parts += [
-        f"## {say('leaks')}",
-        "\n".join(f"- {_leak(leak)}" for leak in report["leaks"]) or say("no_leaks"),
-        f"## {say('metrics')}",
-        _table(("", ""), meanings),
-        f"## {say('signature')}",
-        _table(("", ""), signature),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def render_table(report: dict, language: str = "en") -> str:
-    """Returns base against adapter as a Markdown table that can be read in a terminal as well."""
-    say = _speaker(language)
-    rows = []
-    for name, difference in report["difference"].items():
-        low, high = (format_value(name, bound, signed=True) for bound in difference["ci95"])
-        rows.append(
-            (
-                name + {1: " ↑", -1: " ↓", 0: ""}[BETTER[name]],
-                format_value(name, report["base"][name]),
-                format_value(name, report["adapter"][name]),
-                format_value(name, difference["mean"], signed=True),
-                f"{low} … {high}",
-                say(report["verdicts"][name]),
-            )
-        )
-    head = ("metric", "base", "adapter", "difference", "interval", "verdict")
-    return _table([say(name) for name in head], rows)
-
-
-def render_words(report: dict, language: str = "en") -> str:
-    """Returns in words whether it helped, and which differences exclude zero."""
-    say = _speaker(language)
-    comma, space = {"en": (", ", " "), "zh-CN": ("、", "")}[language]
-    needed = report["rows_needed"]
-    sentences = [f"**{say(report['conclusion'], rows=report['rows'], fewest=FEWEST_ROWS)}**"]
-    sentences += [say("said_needed", needed=needed)] if needed and needed > max(report["rows"], FEWEST_ROWS) else []
-    phrases = {
-        "better": "said_better",
-        "worse": "said_worse",
-        "longer": "said_longer",
-        "shorter": "said_shorter",
-        "no difference shown": "said_none",
-    }
-    for verdict, phrase in phrases.items():
-        names = [name for name, given in report["verdicts"].items() if given == verdict]
-        sentences += [say(phrase, names=comma.join(names))] if names else []
-    return space.join(sentences)
 
 
 def _read_lines(path: Path) -> list[dict]:
@@ -291,77 +229,6 @@ def _pick_examples(predictions: Sequence[dict]) -> dict[str, list[dict]]:
     gained = [row for row in reversed(ranked) if row["adapter_chrf"] > row["base_chrf"]]
     lost = [row for row in ranked if row["adapter_chrf"] < row["base_chrf"]]
     return {"best": gained[:EXAMPLES], "worst": lost[:EXAMPLES]}
-
-
-def _facts(report: dict, say) -> list[tuple[str, str]]:
-    """Returns (label, text) of what was trained, on what and where; an unfinished run has fewer of them."""
-    config, provenance, environment, summary = report["run"].values()
-    data = report["data"]
-    values = {**config, **data, **data["rows_written"], **summary}
-    origin = f"{_code(config['dataset_dir'])}, SHA-256 {_code(provenance['dataset_sha256'])}"
-    model = _code(config["model_name_or_path"])
-    if provenance["model_sha256"]:
-        model += f", SHA-256 {_code(provenance['model_sha256'])}"
-    facts = {
-        "base_model": model,
-        "method": say("method_value", modules=", ".join(config["target_modules"]), **values),
-        "data": origin,
-        "rows": say("rows_value", **values),
-        "target_tokens": say("target_tokens_value", **data["target_tokens"]),
-        "learning_rate": say("learning_rate_value", **values),
-    }
-    if summary:
-        trainable, total = summary["trainable_parameters"], summary["total_parameters"]
-        peaks = ", ".join(f"{peak / 2**30:.1f}" for peak in summary["peak_memory_bytes"])
-        facts |= {
-            "parameters": say("parameters_value", trainable=trainable, total=total, share=trainable / total),
-            "steps": say("steps_value", **values),
-            "train_loss": say("train_loss_value", **values),
-            "hardware": f"{summary['world_size']} × {environment['device_name']}, {summary['backend']}",
-            "weights": provenance["base_dtype"],
-            "cost": say("cost_value", peak=peaks, **values),
-        }
-    facts["versions"] = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return [(say(label), text) for label, text in facts.items()]
-
-
-def _example(example: dict, say) -> str:
-    head = (
-        say("reference"),
-        f"{say('base')}: chrF {example['base_chrf']:.1f}",
-        f"{say('adapter')}: chrF {example['adapter_chrf']:.1f}",
-    )
-    question = f"**{say('question')}** {_code(example['id'])}: {_escape(example['question'])}"
-    return f"{question}\n\n{_table(head, [[_escape(example[name]) for name in ('reference', 'base', 'adapter')]])}"
-
-
-def _leak(leak: dict) -> str:
-    return _escape(", ".join(f"{name} {value}" for name, value in leak.items()))
-
-
-def _speaker(language: str):
-    """Returns a function that gives a phrase in this language with its blanks filled in."""
-    index = LANGUAGES.index(language)
-    return lambda key, **values: PHRASES[key][index].format(**values)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table, its columns aligned for the terminal unless a cell is a whole text."""
-    widths = [max(len(cell) for cell in column) for column in zip(head, *rows)]
-    widths = widths if max(widths) <= 40 else [0] * len(head)
-    lines = [head, ["-" * max(width, 3) for width in widths], *rows]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines)
-
-
-def _escape(text: str) -> str:
-    """Returns a text on one line, cut, with nothing that Markdown, HTML or a table cell would act on."""
-    text = " ".join(text.split())
-    text = text if len(text) <= CELL_CHARACTERS else text[:CELL_CHARACTERS] + "…"
-    return re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", text)
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("`", "'").replace("|", "\\|") + "`"
 
 
 def _count(value: int | list) -> int:

@@ -13,7 +13,7 @@ def write(run, tensors: dict, peaks: list[int], held: list[int]) -> None:
 
     tensors: the adapter. peaks, held: bytes of memory and numbers of parameters, per rank.
     """
-    from sft.report import plot_loss  # matplotlib is slow to import, and one process needs it
+    from sft.plots import plot_loss  # matplotlib is slow to import, and one process needs it
 
     run_dir = run.directory.path
     run.directory.write_adapter(tensors, run.learner.peft_model)

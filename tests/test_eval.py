@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from eval import main
-from sft import evaluation, modeling
+from sft import artifacts, evaluation, modeling
 from sft.encoding import encode_dialogue, encode_prompt
 from sft.errors import UserError
+from sft.tokenizer import load_tokenizer
 from tests.conftest import ENVIRONMENT, ROOT, launch, must, run_script
 
-FILES = ["differences.png", "length_loss.png", "loss.png", "predictions.jsonl", "report.json", "report.md", "report.zh-CN.md"]  # fmt: skip
+FILES = [".lock", "differences.png", "length_loss.png", "loss.png", "predictions.jsonl", "report.html", "report.json", "report.md", "report.zh-CN.md"]  # fmt: skip
 METRICS = [
     "loss", "perplexity", "exact_match", "token_f1", "rougeL", "bleu", "chrf", "stop_rate", "empty_rate", "truncated_rate",
     "repetition", "mean_length",
@@ -120,7 +121,7 @@ def test_killed_evaluation_goes_on_and_gives_the_same_report(one_rank, tiny_run_
             break
     errors = process.communicate()[1]
     assert process.returncode == -9, errors
-    assert sorted(os.listdir(tmp_path / "eval")) == [".partial-0.jsonl"]
+    assert sorted(os.listdir(tmp_path / "eval")) == [".lock", ".partial-0.jsonl"]
     main(arguments)
     printed = capsys.readouterr().out
     assert "base: 0 of 19 rows to answer" in printed
@@ -250,6 +251,14 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
     elif case == "other base model":
         provenance = json.loads((run / "provenance.json").read_text())
         (run / "provenance.json").write_text(json.dumps({**provenance, "model_sha256": "0" * 64}))
+    elif case.startswith("foreign"):
+        own = run.parent / "own"
+        own.mkdir()
+        (own / {"foreign report": "report.json", "foreign plot": "loss.png"}[case]).write_text('{"mine": [1, 2]}')
+        arguments += ["--output_dir", str(own)]
+    elif case == "linked":
+        (run.parent / "elsewhere").mkdir()
+        (run / "eval").symlink_to(run.parent / "elsewhere")
     elif case == "occupied":
         arguments += ["--output_dir", str(run)]
     elif case == "no rows":
@@ -271,6 +280,9 @@ REFUSALS = {
     "other data set": r"is not the data set that .* was trained on \(dataset_sha256 000000000000….*--allow_other_dataset",
     "other template": r"data was made with another template than .* has",
     "other base model": r"is not the base model that .* the run's is 000000000000…\).*--model_name_or_path",
+    "foreign report": r"output_dir .*own holds report\.json but no evaluation; choose another directory",
+    "foreign plot": r"output_dir .*own holds loss\.png but no evaluation; choose another directory",
+    "linked": r"run/eval is a link to elsewhere; give the place to write to with --output_dir",
     "occupied": r"output_dir .*run holds .* but no evaluation; choose another directory",
     "negative seed": r"seed is -1; it must be 0 or more",
     "no rows": r"limit is 0; it must be at least 1",
@@ -284,6 +296,64 @@ def test_wrong_use_is_refused_with_a_remedy(case, run_copy, dataset_dir, tmp_pat
     with pytest.raises(UserError, match=REFUSALS[case]):
         main(arguments)
     assert sorted(tmp_path.rglob("*")) == before  # nothing was written
+
+
+def test_only_the_command_line_lets_a_models_code_run(run_copy, tiny_model_dir, dataset_dir, tmp_path):
+    """The run directory asks for it, as one that was handed on by somebody else may."""
+    model_dir, ran = Path(shutil.copytree(tiny_model_dir, tmp_path / "model")), tmp_path / "ran"
+    (model_dir / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        "class OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+        "class OwnModel(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    described = json.loads((model_dir / "config.json").read_text())
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (model_dir / "config.json").write_text(json.dumps({**described, "model_type": "own", "auto_map": code}))
+    tokenizer_sha256 = artifacts.tokenizer_sha256(load_tokenizer(str(model_dir)))  # the family's rules are not applied
+    dataset = Path(shutil.copytree(dataset_dir, tmp_path / "data"))
+    for path, changed in (
+        (run_copy / "config.json", {"trust_remote_code": True, "model_name_or_path": str(model_dir)}),
+        (run_copy / "provenance.json", {"model_sha256": None, "tokenizer_sha256": tokenizer_sha256}),
+        (dataset / "manifest.json", {"tokenizer_sha256": tokenizer_sha256}),
+    ):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    arguments = ["--run_dir", str(run_copy), "--dataset_dir", str(dataset), "--no_generation", "--limit", "6"]
+    with pytest.raises(
+        UserError, match=r"needs Python code that lies beside its weights; .* --trust_remote_code on the"
+    ):
+        main(arguments)
+    with pytest.raises(UserError, match="--trust_remote_code on the command line"):
+        evaluation.ask(run_copy, "rank?", max_new_tokens=1)
+    assert not ran.exists()
+    main([*arguments, "--trust_remote_code"])
+    assert ran.exists() and read_report(run_copy / "eval")["rows"] == 6
+
+
+def test_three_evaluations_at_once_end_well_or_with_a_sentence(run_copy):
+    command = [sys.executable, "eval.py", "--run_dir", str(run_copy), "--limit", "6", "--max_new_tokens", "8"]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]  # fmt: skip
+    ends = [(process.communicate(timeout=300)[1], process.returncode) for process in started]
+    assert {status for _, status in ends} <= {0, 2} and 0 in {status for _, status in ends}
+    for errors, status in ends:
+        refusal = (
+            f"error: another eval.py is writing {run_copy / 'eval'}; wait for it, or give this one another --output_dir"
+        )
+        assert status == 0 or refusal in errors, errors
+    assert read_report(run_copy / "eval")["rows"] == 6
+    assert sorted(os.listdir(run_copy / "eval")) == FILES
+
+
+def test_partial_results_do_not_follow_a_link(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / ".partial-0.jsonl").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=r"could not write .*\.partial-0\.jsonl: Too many levels of symbolic links"):
+        evaluation.PartialResults(tmp_path / "eval", Accelerator(cpu=True)).add([{"key": "k", "id": "a"}])
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_other_data_set_is_accepted_on_request_and_named(run_copy, dataset_dir, tmp_path):

@@ -11,8 +11,8 @@ SFT = [  # a module of sft/ imports only from levels before its own
     {"masking", "terminal"},
     {"errors", "loss", "phrases", "card", "simulation"},
     {"config", "artifacts", "tokenizer", "metrics", "template", "batching"},
-    {"encoding", "device", "journal", "plots"},
-    {"modeling", "watchdog"},
+    {"encoding", "device", "journal", "plots", "findings"},
+    {"modeling", "markdown", "webpage", "watchdog"},
     {"evaluation", "checkpoint", "packing", "weights", "report", "micro_batch", "failures"},
     {"run_directory", "results"},
 ]

@@ -18,7 +18,6 @@ from sft.errors import UserError
 from sft.metrics import (
     BETTER,
     compare,
-    describe,
     evaluate_generations,
     evaluate_losses,
     judge,
@@ -26,6 +25,7 @@ from sft.metrics import (
     normalise,
     rows_needed,
     score_row,
+    signature_of,
     split_words,
 )
 
@@ -392,18 +392,18 @@ def test_unequal_rows_are_not_compared():
 def test_signature_names_versions_tokenizers_smoothing_and_decoding():
     predictions, references = split(ENGLISH + CHINESE)
     _, rows = evaluate_generations(predictions, references)
-    signature = describe(rows, language="auto", decoding="greedy|max_new_tokens:64", seed=1)
+    signature = signature_of(rows, language="auto", decoding="greedy|max_new_tokens:64", seed=1)
     assert signature["language"] == "auto|en:5|zh:4"
     assert signature["decoding"] == "greedy|max_new_tokens:64"
     assert signature["verdict"] == "two-sided sign-flip test|swaps:all:512|level:5%|loss first:4%|others:Holm"
-    assert "swaps:drawn:10000|seed:1|" in describe(rows * 3, "auto", "greedy", seed=1)["verdict"]
+    assert "swaps:drawn:10000|seed:1|" in signature_of(rows * 3, "auto", "greedy", seed=1)["verdict"]
     assert signature["interval"] == "paired percentile bootstrap|level:95%|resamples:10000|seed:1|rows:9"
     # sacrebleu's own words for the settings that it was cross-checked with above.
     bleu, chrf = BLEU(effective_order=True), CHRF()
     bleu.corpus_score(["a"], [["a"]]), chrf.corpus_score(["a"], [["a"]])
     assert signature["bleu"].replace("tok:13a+zh", "tok:13a") == str(bleu.get_signature())
     assert signature["chrf"] == str(chrf.get_signature())
-    assert "jieba-" not in describe(rows[:5], "auto", "greedy")["rougeL"]
+    assert "jieba-" not in signature_of(rows[:5], "auto", "greedy")["rougeL"]
 
 
 def test_metric_module_loads_from_disk_and_gives_the_same_scores():
@@ -429,4 +429,4 @@ def test_losses_alone_can_be_scored_and_compared():
     adapter, adapter_rows = evaluate_losses([2.0, 3.0], [2, 2])
     assert (base["loss"], adapter["loss"], list(base)) == (2.5, 1.25, ["loss", "perplexity"])
     assert compare(base_rows, adapter_rows)["loss"] == {"mean": -1.25, "ci95": [-1.5, -1.0], "p": 0.5}
-    assert list(describe(base_rows, "auto", "none")) == ["loss", "interval", "verdict"]
+    assert list(signature_of(base_rows, "auto", "none")) == ["loss", "interval", "verdict"]

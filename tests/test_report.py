@@ -1,28 +1,29 @@
 """The report of a run: read back, the same twice, in two languages, with plots."""
 
 import copy
+import itertools
 import json
 import math
 import random
+import unicodedata
 import zlib
 
 import numpy as np
 import pytest
+from markdown_it import MarkdownIt
 from matplotlib.image import imread
 
 from sft.artifacts import write_json
 from sft.errors import UserError
+from sft.markdown import render_report, render_table, render_words
 from sft.metrics import evaluate_generations, evaluate_losses
 from sft.phrases import METRICS, PHRASES
+from sft.plots import plot_loss
 from sft.report import (
     build_report,
     compare_runs,
     join_predictions,
     load_run,
-    plot_loss,
-    render_report,
-    render_table,
-    render_words,
     write_report,
 )
 
@@ -298,21 +299,77 @@ def test_examples_are_the_largest_gains_and_losses_side_by_side(run):
     assert sorted(example["id"] for example in report["examples"]["worst"]) == ["q006", "q007"]
 
 
-def test_text_of_rows_cannot_act_in_the_report(run):
-    evil = "a|b\n# head\n<script>alert(1)</script> *bold* `code` [x](y) $m$ " + "长" * 500
-    rows = [make_rows(1)[0] | {"question": evil, "reference": evil, "id": "a`b|c"}]
-    scores = [
-        evaluate_generations([text], [evil], nll=[nll], target_tokens=[3])[1] for text, nll in ((evil, 3.0), ("", 2.0))
+EVIL = [
+    "a|b\n# head\n<script>alert(1)</script> *bold* `code` [x](http://y) $m$ " + "长" * 500,
+    "x\n\n# Forged heading\n\n<img src=x onerror=alert(1)>",
+    "`` ` </script><script>alert(2)</script>\n---\n| a | b |",
+    "\x1b]0;title\x07\x1b[2J\u202egnp.exe\u2028\x00 &lt;b&gt; ![x](y)",
+    "\n- list\n\n\tcode\n```\nfence\n<!-- c --> <?php ?>",
+]
+
+
+def hostile_report(run):
+    """A report in which every text that comes from rows, files or a run directory is hostile."""
+    rows, scores = [], ([], [])
+    for number, evil in enumerate(EVIL):
+        rows.append(make_rows(1)[0] | {"question": evil, "reference": evil, "id": f"{number}{evil}"})
+        for side, text, nll in zip(scores, (evil, ""), (3.0, 2.0)):
+            side += evaluate_generations([text], [evil], nll=[nll], target_tokens=[3])[1]
+    predictions = join_predictions(rows, *scores, EVIL, [""] * len(EVIL))
+    leaks = [
+        {
+            "held_out": {"id": evil, "question": evil},
+            "train": {"id": evil, "question": evil},
+            "kind": "near",
+            "similarity": 0.91,
+        }
+        for evil in EVIL
     ]
-    manifest = MANIFEST | {"leaks": [{"eval": "q|1", "train": "<b>"}]}
-    text = render_report(build_report(run, join_predictions(rows, *scores, [evil], [""]), manifest))
-    assert r"a\|b # head \<script\>alert(1)\</script\> \*bold\* \`code\` \[x\](y) \$m\$ 长" in text
-    assert "长…" in text
-    assert "长" * 401 not in text
-    assert r"eval q\|1, train \<b\>" in text
-    # Three columns, whatever stands in the cells.
-    (line,) = [line for line in text.splitlines() if line.startswith(r"| a\|b")]
-    assert line.replace(r"\|", "").count("|") == 4
+    for content in (run.config, run.provenance, run.environment, run.summary):
+        for index, name in enumerate(sorted(content)):
+            if isinstance(content[name], str):
+                content[name] = EVIL[index % len(EVIL)]
+    run.config["target_modules"] = EVIL
+    run.environment["versions"] = dict(zip(EVIL, EVIL))
+    report = build_report(run, predictions, MANIFEST | {"leaks": leaks}, decoding="|".join(EVIL))
+    return report, predictions
+
+
+def test_text_of_rows_and_files_cannot_act_in_the_report(run):
+    """Judged by a Markdown parser: its headings, tables and pictures are ours, and there is neither HTML nor a link."""
+    tame = render_report(build_report(run, make_predictions()[:5], MANIFEST))
+    report, _ = hostile_report(run)
+    for language in ("en", "zh-CN"):
+        text = render_report(report, language)
+        parser = MarkdownIt("commonmark", {"html": True}).enable(["table"])
+        tokens = parser.parse(text)
+        inline = [child for token in tokens for child in token.children or []]
+        kinds = {token.type for token in [*tokens, *inline]}
+        assert not kinds & {"html_block", "html_inline", "link_open", "fence", "code_block", "hr", "lheading_open"}
+        assert [token.content for token in inline if token.type == "image"] == [
+            "differences",
+            "loss",
+            "length and loss",
+        ]
+        headings = [after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
+        assert len(headings) == tame.count("\n## ") + 1 == 9
+        assert not {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Zl")} and "\u202e" not in text
+        for table in text.split("\n\n"):  # as many cells in each line, whatever stands in them
+            if table.startswith("| "):
+                assert len({line.replace(r"\|", "").count("|") for line in table.splitlines()}) == 1
+    assert r"a\|b # head \<script\>alert(1)\</script\> \*bold\*" in render_report(report)
+    assert "长…" in text and "长" * 401 not in text
+
+
+def test_leaks_are_named_as_the_manifest_has_them(run, predictions):
+    """The pair as `find_leaks` of data_prep.py writes it; its own test makes such a pair from files."""
+    leak = {
+        "held_out": {"id": "a-7", "question": "Which rank writes?"}, "train": {"id": "b-3", "question": "Which rank wrote?"},
+        "kind": "near", "similarity": 0.913,
+    }  # fmt: skip
+    report = build_report(run, predictions, MANIFEST | {"leaks": [leak]})
+    assert "- `a-7` Which rank writes? ≈ `b-3` Which rank wrote? (0.91)\n" in render_report(report)
+    assert "- `a-7` Which rank writes? ≈ `b-3` Which rank wrote?（0.91）\n" in render_report(report, "zh-CN")
 
 
 def test_losses_alone_make_a_report_too(run, tmp_path):

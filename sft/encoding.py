@@ -49,20 +49,11 @@ class _Encoder:
                 "AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(DIR) and give DIR"
             )
         self.template = ChatTemplate(tokenizer)
-        description = json.loads(tokenizer.backend_tokenizer.to_str())
-        for token in description["added_tokens"]:
-            token["special"] &= not THOUGHT_TAG.fullmatch(token["content"])
-        self.backend = Tokenizer.from_str(json.dumps(description))
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.backend.encode_special_tokens = True
-        special = self.template.special
-        self.backend.add_tokens([
-            AddedToken(self.template.alias(name), single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
-                       normalized=False, special=False)
-            for name, (_, token) in special.items()
-        ] + [AddedToken(BREAK, normalized=False, special=False)])  # fmt: skip
-        self.real = {self.backend.token_to_id(self.template.alias(name)): i for name, (i, _) in special.items()}
+        aliases = {self.template.alias(name): token for name, (_, token) in self.template.special.items()}
+        self.backend = _backend(tokenizer, tuple(aliases.items()))
+        self.real = {
+            self.backend.token_to_id(self.template.alias(name)): i for name, (i, _) in self.template.special.items()
+        }
         self.break_id = self.backend.token_to_id(BREAK)
         self.first_alias = min(self.real, default=self.break_id)
         self.heads: dict[str, list[int]] = {}
@@ -94,8 +85,33 @@ class _Encoder:
         self.heads.update(zip(missing, self.encode(missing)))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
+def _backend(tokenizer, aliases: tuple[tuple[str, AddedToken], ...]) -> Tokenizer:
+    """A copy of the tokenizer's backend that knows the aliases; making one of 150,000 tokens takes a second."""
+    text = tokenizer.backend_tokenizer.to_str()
+    if any(token.special and THOUGHT_TAG.fullmatch(token.content) for token in tokenizer.added_tokens_decoder.values()):
+        description = json.loads(text)
+        for token in description["added_tokens"]:
+            token["special"] &= not THOUGHT_TAG.fullmatch(token["content"])
+        text = json.dumps(description)
+    backend = Tokenizer.from_str(text)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    backend.add_tokens([
+        AddedToken(alias, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False)
+        for alias, token in aliases
+    ] + [AddedToken(BREAK, normalized=False, special=False)])  # fmt: skip
+    return backend
+
+
 def _encoder(tokenizer) -> _Encoder:
+    return _make_encoder(tokenizer, str(tokenizer.chat_template), tuple(tokenizer.special_tokens_map.items()))
+
+
+@functools.lru_cache(maxsize=4)
+def _make_encoder(tokenizer, template: str, special: tuple) -> _Encoder:
+    """Kept as long as the tokenizer's template and special tokens stay what they are."""
     return _Encoder(tokenizer)
 
 

@@ -297,16 +297,17 @@ def refuse(config: PrepConfig, selection: Selection) -> None:
     train, held_out = (len(selection.split[name]) for name in ("train", "eval"))
     if not train and not held_out:
         reasons = {re.sub(r"\d+", "#", row["reason"]) for row in rejected}
-        if len(reasons) > 1 or len(rejected) == 1:
-            raise UserError(f"no usable row is left: {lines}; mend these rows")
-        remedy = "mend the rows"
-        if "chat template" in rejected[0]["reason"]:
+        remedy = "mend these rows"
+        if all("chat template" in reason for reason in reasons):
             remedy = (
                 f"the rows are not at fault, but the chat template of {config.model_name_or_path} cannot take them: use "
                 "a model or a chat_template.jinja that can, or leave out what it has no place for"
             )
-        first = "{file}:{line} {reason}".format(**rejected[0])
-        raise UserError(f"none of the {len(rejected):,} rows can be used, all for the same reason: {first}; {remedy}")
+        if len(rejected) > len(reasons) == 1:
+            lines = "all {:,} rows fail for the same reason, {file}:{line} {reason}".format(
+                len(rejected), **rejected[0]
+            )
+        raise UserError(f"no usable row is left: {lines}; {remedy}")
     if not train:
         raise UserError(
             f"all {held_out} usable rows would be held out; expected at least one to train on: lower --eval_fraction or "

@@ -162,13 +162,21 @@ def _open_dataset(name: str, from_disk: bool) -> Source:
         _refuse_files_elsewhere(Path(name))
     try:
         found = datasets.load_from_disk(name) if from_disk else datasets.load_dataset(name)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # also the hub's client's
+        for rows in found.values() if isinstance(found, dict) else [found]:
+            rows.data.table.validate(full=True)  # offsets, lengths, UTF-8
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # also the hub's client's
         place = "is not a whole `datasets` directory" if from_disk else "is no file here and not to be had from the hub"
         remedy = (
             "save it again with save_to_disk" if from_disk else "check the name and the network, or give a local file"
         )
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--input {name} {place} ({first_line}); {remedy}") from None
+        raise UserError(f"--input {name} {place} ({_first_line(error)}); {remedy}") from None
     if isinstance(found, dict):
         if "train" not in found:
             raise UserError(
@@ -230,20 +238,22 @@ def read_rows(source: Source, encoding: str = "utf-8") -> Iterator[tuple[int, An
         return
     with explained_reading(source.path):
         try:
-            if source.kind == "parquet":
-                yield from _read_parquet(source.path)
-                return
-            with _open_text(source, encoding) as file:
-                yield from _read_csv(file, source.path) if source.kind == "csv" else _read_json(file, source.path)
-        except UnicodeError as error:
-            with open_bytes(source.path) as file:
-                raise UserError(explain_encoding(source.path, file, encoding, error)) from None
-        except LookupError:
-            raise UserError(
-                f"--encoding {encoding} is unknown to Python; for Chinese files try utf-8, gbk or gb18030"
-            ) from None
+            yield from _read_parquet(source.path) if source.kind == "parquet" else _read_text(source, encoding)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{source.path} is not a whole gzip file ({error}); copy or compress it again") from None
+
+
+def _read_text(source: Source, encoding: str) -> Iterator[tuple[int, Any]]:
+    try:
+        with _open_text(source, encoding) as file:
+            yield from _read_csv(file, source.path) if source.kind == "csv" else _read_json(file, source.path)
+    except UnicodeError as error:
+        with open_bytes(source.path) as file:
+            raise UserError(explain_encoding(source.path, file, encoding, error)) from None
+    except LookupError:
+        raise UserError(
+            f"--encoding {encoding} is unknown to Python; for Chinese files try utf-8, gbk or gb18030"
+        ) from None
 
 
 def open_bytes(path: str):
@@ -280,13 +290,16 @@ def _read_parquet(path: str) -> Iterator[tuple[int, dict]]:
             for values in batch.to_pylist():
                 row += 1
                 yield row, _without_nulls(values)
-    except (pyarrow.ArrowException, OverflowError) as error:
-        first_line = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a whole Parquet file ({first_line}); copy or write it again") from None
-    except ValueError as error:
-        if isinstance(error, UserError):
+    except UserError:
+        raise
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
+        if getattr(error, "errno", None):  # the disk, not the content
             raise
-        raise UserError(f"{path}: a value cannot be read ({error}); write the file again") from None
+        raise UserError(f"{path} is not a whole Parquet file ({_first_line(error)}); copy or write it again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _without_nulls(row: dict) -> dict:

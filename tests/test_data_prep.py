@@ -496,15 +496,13 @@ def test_unused_fields_and_files_are_named(prepare, tmp_path, capsys):
 
 def test_rows_that_all_fail_for_one_reason_are_told_once(prepare, tmp_path):
     rows = [{"question": f"Q{i}?", "answer": " "} for i in range(30)]
-    with pytest.raises(
-        UserError, match=r"none of the 30 rows .* for the same reason: .*qa.jsonl:1 empty answer \(.*mend"
-    ):
+    with pytest.raises(UserError, match=r"all 30 rows fail for the same reason, .*qa.jsonl:1 empty answer \(.*; mend"):
         prepare(write_jsonl(tmp_path / "qa.jsonl", rows))
 
 
 def test_a_template_that_takes_no_row_is_said_to_be_at_fault(prepare, tmp_path):
     rows = [{"question": f"Q{i}?", "answer": "A.", "thinking": "hm"} for i in range(30)]
-    words = r"none of the 30 rows .*no place for a thought.*; the rows are not at fault, but the chat template of .*tiny-model"
+    words = r"all 30 rows fail for the same reason.*no place for a thought.*; the rows are not at fault, but the chat template of .*tiny-model"
     with pytest.raises(UserError, match=words):
         prepare(write_jsonl(tmp_path / "qa.jsonl", rows))
     assert prepare(tmp_path / "qa.jsonl", thinking="off")["notes"] == {"thoughts left out, as --thinking off says": 30}

@@ -240,3 +240,24 @@ def test_shares_are_read_from_names(tmp_path):
     for word in ("b.jsonl:0", "b.jsonl:1.5", "b.jsonl:-1", "b.jsonl:1.2.3"):
         with pytest.raises(UserError, match="the share is .*; expected a number above 0 and at most 1"):
             split_share(word)
+
+
+def test_damaged_files_are_one_sentence_whatever_is_damaged(tmp_path):
+    """Every tenth byte of each file changed, and each file cut at every tenth byte."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((LINE * 3).encode()))
+    parquet.write_table(pyarrow.Table.from_pylist([QA, QA]), tmp_path / "a.parquet")
+    save(tmp_path / "saved")
+    tried = 0
+    for path in (tmp_path / "a.jsonl.gz", tmp_path / "a.parquet", *(tmp_path / "saved").iterdir()):
+        whole = path.read_bytes()
+        place = path if path.parent == tmp_path else path.parent
+        for at in range(0, len(whole), 10):
+            for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :]):
+                path.write_bytes(damaged)
+                tried += 1
+                try:
+                    read(place, encoding="utf-16" if at % 20 else "utf-8")
+                except UserError as error:
+                    assert "\n" not in str(error)
+        path.write_bytes(whole)
+    assert tried > 400

@@ -37,6 +37,9 @@ from sft.watchdog import Watchdog
 def main() -> None:
     settings = config.parse(TrainConfig, description=__doc__)
     check_trackers(settings.report_to)
+    device.check_mixed_precision()
+    if settings.deterministic:
+        device.make_deterministic()
     logs = str(Path(settings.output_dir) / "tensorboard")
     accelerator = device.start(settings.ddp_timeout, tuple(settings.report_to), logs)
     fine_tune(settings, accelerator)
@@ -135,7 +138,9 @@ def build_learner(settings: TrainConfig, dtype: torch.dtype, resumed: checkpoint
     if resumed:
         checkpoint.restore_adapter(resumed, peft_model)
     trainable, total = modeling.parameter_counts(peft_model)
-    accelerator.print(f"{trainable:,} trainable of {total:,} parameters, base weights {dtype}.")
+    accelerator.print(
+        f"{trainable:,} trainable of {total:,} parameters; {device.describe_precision(dtype, accelerator)}."
+    )
     optimizer = torch.optim.AdamW(
         modeling.trainable_parameters(peft_model).values(),
         lr=settings.learning_rate,

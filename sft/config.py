@@ -76,6 +76,7 @@ class TrainConfig:
     attn_implementation: str = option(
         "packed_sdpa", "attention over packed rows", choices=("packed_sdpa", "flash_attention_2")
     )
+    deterministic: bool = option(False, "the same bits for the same work on the same cards; slower on some")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")
     loss_chunk_tokens: int = option(1024, "target tokens whose logits are in memory at once; 0: all")
     pad_to_multiple_of: int = option(1, "round micro-batch lengths up (fewer shapes to compile on some cards)")

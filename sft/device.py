@@ -31,6 +31,9 @@ NPU_ENVIRONMENT = {
     "CPU_AFFINITY_CONF": "1",
     "HCCL_CONNECT_TIMEOUT": "600",
 }
+# Read when the first communicator or matrix product of a process is made (HCCL and NCCL docs, "Environment variables";
+# cuBLAS docs, "Results reproducibility"): sums over ranks and inside a product in an order that is always the same.
+DETERMINISTIC_ENVIRONMENT = {"HCCL_DETERMINISTIC": "true", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 REFUSED_PARALLELISM = {  # reproduced in docs/parallelism.md
     "TP": "tensor parallelism is not supported; use dp_shard_size (FSDP) instead",
     "CP": "context parallelism computes wrong logits; set it to 1 and shorten max_length, or use more FSDP cards",
@@ -43,6 +46,25 @@ def set_environment_defaults() -> None:
     """Sets what has to be in the environment before torch is imported; call it first thing in a script."""
     for name, value in NPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def check_mixed_precision() -> None:
+    """Refuses half precisions that need a loss scaler, before anything is loaded. Raises: UserError."""
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked not in ("no", "bf16"):
+        raise UserError(
+            f"the launch configuration says mixed_precision: {asked}, for which this training has no loss scaler: one "
+            "overflow would end it; choose bf16, or no on cards without it (accelerate launch --mixed_precision no wins "
+            "over the file)"
+        )
+
+
+def make_deterministic() -> None:
+    """Has torch and the communication libraries give the same bits for the same work; call it before `start`."""
+    import torch
+
+    os.environ.update(DETERMINISTIC_ENVIRONMENT)
+    torch.use_deterministic_algorithms(True)
 
 
 def follow_launcher() -> None:
@@ -323,6 +345,15 @@ def base_dtype(requested: str, device):
     return getattr(torch, requested)
 
 
+def describe_precision(base, accelerator) -> str:
+    """What is kept and computed in which type, in words. base: the torch dtype of the frozen weights."""
+    kept = f"base weights {str(base).removeprefix('torch.')}, adapter and loss float32"
+    if accelerator.mixed_precision == "no":
+        return f"{kept}, products in the type of their weights"
+    more = "; for float32 give accelerate launch --mixed_precision no" if str(base) == "torch.float32" else ""
+    return f"{kept}, all products in bfloat16 (mixed_precision: {accelerator.mixed_precision} of the launch{more})"
+
+
 def device_name(device) -> str:
     """The card's model name, for people."""
     import torch
@@ -375,6 +406,7 @@ def describe(accelerator) -> dict:
         "ranks": ranks,
         "simulated": is_simulated(accelerator.device),
         "mixed_precision": accelerator.mixed_precision,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
@@ -385,7 +417,7 @@ def describe(accelerator) -> dict:
                 if name.startswith(
                     ("HCCL_", "NCCL_", "PYTORCH_", "ASCEND_RT_", "CUDA_VISIBLE", "OMP_NUM", "ACCELERATE_")
                 )
-                or name in NPU_ENVIRONMENT
+                or name in {**NPU_ENVIRONMENT, **DETERMINISTIC_ENVIRONMENT}
             }
         ),
         "versions": library_versions(),

@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import numpy as np
+import torch
 
 from sft import device
 from sft.artifacts import write_text
@@ -16,6 +17,12 @@ def explained_memory(run, step: int, rows: list[int]):
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if torch.are_deterministic_algorithms_enabled() and "deterministic" in str(error):
+            raise RunFailed(
+                f"deterministic: true, but this model needs an operation that is not: {str(error).splitlines()[0]}; leave "
+                f"deterministic out. {run.directory.where_to_go_on()}",
+                here_only=True,
+            ) from error
         if not device.is_out_of_memory(error):
             raise
         accelerator, plan = run.accelerator, run.plan
@@ -44,6 +51,18 @@ def fail_on_non_finite(run, step: int, ranks: np.ndarray, layout: list[list[list
         f"step {step + 1}: Σ loss per rank is {ranks[:, 0].tolist()}, gradient norm {ranks[0, 1]}; not finite on rank "
         f"{', '.join(map(str, bad))}. The optimizer was not touched. Rows {rows} (ids "
         f"{', '.join(train_rows[row]['id'] for row in rows)}) of {[int(run.plan.lengths[row]) for row in rows]} tokens are "
-        f"in {path}. {run.directory.where_to_go_on()}. Look at the rows; lower learning_rate"
-        f"{'' if run.directory.provenance['base_dtype'] == 'float32' else ' or use dtype: float32'}"
+        f"in {path}. {run.directory.where_to_go_on()}. Look at the rows; "
+        + "; ".join(remedies(run.settings, run.directory.provenance["base_dtype"], run.accelerator.mixed_precision))
     )
+
+
+def remedies(settings, base_dtype: str, mixed_precision: str) -> list[str]:
+    """What helps against numbers that are not finite. bfloat16 reaches as far as float32, only float16 overflows early."""
+    found = ["lower learning_rate"]
+    if not settings.max_grad_norm:
+        found.append("set max_grad_norm: 1.0")
+    if base_dtype == "float16":
+        found.append("use dtype: bfloat16, or float32 on cards without it")
+    elif base_dtype != "float32" or mixed_precision != "no":
+        found.append("to rule out rounding, use dtype: float32 with accelerate launch --mixed_precision no")
+    return found

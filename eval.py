@@ -279,16 +279,17 @@ def decoding_signature(decoding: dict, tokenizer, dtype) -> str:
         return "none"
     stops = "+".join(tokenizer.convert_ids_to_tokens(decoding["stop_ids"]))
     return (
-        f"greedy|max_new_tokens:{decoding['max_new_tokens']}|stop:{stops}|weights:{str(dtype).removeprefix('torch.')}"
+        f"greedy|max_new_tokens:{decoding['max_new_tokens']}|stop:{stops}|weights:{str(dtype).removeprefix('torch.')}|"
+        "asked:as trained|scored:what stands after the thought"
     )
 
 
 def answer_rows(
     side: str, base, tokenizer, rows, settings: EvalConfig, decoding: dict, partial, origin: dict
 ) -> list[dict]:
-    """{"answer", "stopped"} of each row, on every rank. Rows are dealt evenly; ranks meet only when all have answered."""
+    """{"answer", "thought", "stopped"} of each row, on every rank. Rows are dealt evenly; ranks meet only when all have answered."""
     accelerator = partial.accelerator
-    key = artifacts.sha256_json({"what": "answer", **decoding, **origin})
+    key = artifacts.sha256_json({"what": "answer after the thought", **decoding, **origin})
     missing = [index for index, row_id in enumerate(rows["id"]) if (key, row_id) not in partial.found]
     accelerator.print(
         f"{side}: {len(missing)} of {len(rows)} rows to answer, up to {decoding['max_new_tokens']} tokens each."
@@ -303,9 +304,8 @@ def answer_rows(
             prompts = [row["input_ids"][: evaluation.prompt_length(row["labels"])] for row in batch]
             with accelerator.autocast():
                 for index, tokens in evaluation.generate(base, prompts, **decoding):
-                    stopped = tokens[-1] in decoding["stop_ids"]
-                    text = tokenizer.decode(tokens[: len(tokens) - stopped], skip_special_tokens=True)
-                    partial.add([{"key": key, "id": batch[index]["id"], "answer": text.strip(), "stopped": stopped}])
+                    said = evaluation.read_answer(tokenizer, prompts[index], tokens, decoding["stop_ids"])
+                    partial.add([{"key": key, "id": batch[index]["id"], **said}])
                     bar.update()
     partial.share()
     return [partial.found[key, row_id] for row_id in rows["id"]]
@@ -329,7 +329,10 @@ def score(rows, nll: dict[str, np.ndarray], answers: dict[str, list[dict]] | Non
         )["rows"]
         for side in SIDES
     }  # fmt: skip
-    return report.join_predictions(columns, scores["base"], scores["adapter"], texts["base"], texts["adapter"])
+    predictions = report.join_predictions(columns, scores["base"], scores["adapter"], texts["base"], texts["adapter"])
+    for index, line in enumerate(predictions):
+        line |= {f"{side}_thought": answers[side][index]["thought"] for side in SIDES}
+    return predictions
 
 
 def write_whole(output_dir: Path, built: dict, predictions: list[dict], run_metrics: list[dict]) -> None:

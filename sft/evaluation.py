@@ -13,7 +13,8 @@ from accelerate.utils import gather_object, send_to_device
 from sft import modeling
 from sft.artifacts import explained_writing, read_json
 from sft.batching import collate, deal_by_tokens
-from sft.encoding import IGNORED, encode_dialogue, encode_prompt
+from sft.encoding import IGNORED, encode_dialogue, encode_prompt, split_thought
+from sft.template import OPENED as OPENED_THOUGHT
 from sft.tokenizer import load_tokenizer
 
 
@@ -77,6 +78,22 @@ def stop_token_ids(tokenizer, generation_config) -> list[int]:
     configured = generation_config.eos_token_id
     configured = configured if isinstance(configured, list) else [configured]
     return sorted({end_of_turn, tokenizer.eos_token_id, *configured} - {None})
+
+
+def read_answer(tokenizer, prompt: list[int], tokens: list[int], stop_ids: list[int]) -> dict:
+    """{"answer", "thought", "stopped"}: what a model said to a prompt, in its parts. An answer is what stands after the
+    thought, which the prompt may have opened; where the thought does not end, the answer is empty."""
+    stopped = tokens[-1] in stop_ids
+    opened = OPENED_THOUGHT.search(tokenizer.decode(prompt[-16:]))
+    opening = opened[0].strip() if opened else ""
+    thought, answer = split_thought(tokenizer, opening + tokenizer.decode(tokens[: len(tokens) - stopped]))
+    if opening and answer.startswith(opening):  # not closed
+        thought, answer = answer, ""
+    thought = thought.removeprefix(opening)
+    special = [number for number in tokens if number in tokenizer.all_special_ids]
+    for name in tokenizer.convert_ids_to_tokens(special):  # in the middle of what it said
+        thought, answer = thought.replace(name, ""), answer.replace(name, "")
+    return {"answer": answer.strip(), "thought": thought.strip(), "stopped": stopped}
 
 
 @torch.no_grad()
@@ -182,10 +199,12 @@ def ask(
 ) -> str:
     """The greedy answer of a run's adapted model (or of its base alone) to one question, for a notebook or a shell.
 
+    It is asked in the mode, with a thought or without, in which most of its rows were trained, and answers after the thought.
     Loads the model each time, in fp32 on the CPU; eval.py is for many questions. trust_remote_code: whether Python code in
     the base model's directory may run; what the run's config.json says of it is ignored.
     """
-    name = read_json(Path(run_dir) / "config.json")["model_name_or_path"]
+    settings = read_json(Path(run_dir) / "config.json")
+    name = settings["model_name_or_path"]
     tokenizer = load_tokenizer(name, trust_remote_code)
     model = modeling.load_base(
         name, torch.float32, attn_implementation=modeling.generation_attention(), trust_remote_code=trust_remote_code
@@ -193,6 +212,13 @@ def ask(
     stop_ids = stop_token_ids(tokenizer, model.generation_config)
     if not base_only:
         model = modeling.load_adapter(model, str(run_dir)).get_base_model()  # its layers now carry the adapter
-    prompt = encode_prompt(tokenizer, [{"role": "user", "content": question}])
+    prompt = encode_prompt(tokenizer, [{"role": "user", "content": question}], trained_mode(settings["dataset_dir"]))
     ((_, tokens),) = generate(model.eval(), [prompt], max_new_tokens, stop_ids)
-    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    return read_answer(tokenizer, prompt, tokens, stop_ids)["answer"]
+
+
+def trained_mode(dataset_dir: str | Path) -> str:
+    """ "on" when most rows of a data set were asked for with a thought, else "off", also when it is not there any more."""
+    manifest = Path(dataset_dir) / "manifest.json"
+    modes = read_json(manifest).get("modes", {}) if manifest.is_file() else {}
+    return "on" if modes.get("thinking", 0) > modes.get("plain", 0) else "off"

@@ -88,6 +88,10 @@ def facts(
         "target_tokens": say("target_tokens_value", **data["target_tokens"]),
         "learning_rate": say("learning_rate_value", **values),
     }
+    if data["modes"]:
+        facts["asked"] = say(
+            "asked_value", thinking=data["modes"].get("thinking", 0), plain=data["modes"].get("plain", 0)
+        )
     if summary:
         trainable, total = summary["trainable_parameters"], summary["total_parameters"]
         peaks = ", ".join(f"{peak / 2**30:.1f}" for peak in summary["peak_memory_bytes"])

@@ -94,6 +94,12 @@ PHRASES = {
     ),
     "target_tokens": ("target tokens", "目标词元"),
     "target_tokens_value": ("{train:,} trained, {eval:,} held out", "训练 {train:,}，留出 {eval:,}"),
+    "asked": ("asked", "提问方式"),
+    "asked_value": (
+        "{thinking:,} rows with a thought, {plain:,} without; each held-out row is asked as it would be trained, of base and "
+        "adapter alike, and what stands after the thought is scored",
+        "{thinking:,} 条带思考，{plain:,} 条不带；每条留出数据均按训练时的方式提问，基座与适配器相同，只对思考之后的内容评分",
+    ),
     "steps": ("steps", "训练步数"),
     "steps_value": (
         "{steps}, {epochs:g} epoch(s); global batch {global_batch_size} = {per_device_train_batch_size} per device × "

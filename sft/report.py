@@ -141,7 +141,7 @@ def build_report(
         "signature": signature_of(adapter_rows, language, decoding, seed, resamples),
         "examples": _pick_examples(predictions),
         "leaks": manifest.get("leaks", []),
-        "data": data | lists,
+        "data": data | lists | {"modes": manifest.get("modes", {})},
         "run": {
             "config": run.config,
             "provenance": run.provenance,

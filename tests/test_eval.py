@@ -1,5 +1,6 @@
 """eval.py: the same numbers whatever the ranks and batches, answers as transformers gives them, nothing scored twice."""
 
+import copy
 import json
 import os
 import shutil
@@ -16,10 +17,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from eval import main
 from sft import artifacts, evaluation, modeling
-from sft.encoding import encode_dialogue, encode_prompt
+from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
 from sft.errors import UserError
+from sft.metrics import evaluate_generations
 from sft.tokenizer import load_tokenizer
 from tests.conftest import ENVIRONMENT, ROOT, launch, must, run_script
+from tools import tiny
 
 FILES = [".lock", "differences.png", "length_loss.png", "loss.png", "predictions.jsonl", "report.html", "report.json", "report.md", "report.zh-CN.md"]  # fmt: skip
 METRICS = [
@@ -201,6 +204,51 @@ def test_answers_stop_at_the_templates_end_of_turn_and_every_known_eos(tiny_toke
     assert evaluation.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [0, end_of_turn]
     tiny_model.generation_config.eos_token_id = None
     assert evaluation.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [end_of_turn]
+
+
+SWITCHED = (  # as Qwen3's: a thought stands in the last answer only, switched off by an empty one in the prompt
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if loop.last and m['role'] == 'assistant' %}<think>\n"
+    "{{ m.get('reasoning_content') or '' }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+PREFILLED = SWITCHED.replace(
+    "</think>\n\n{% endif %}{% endif %}", "</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
+)  # Qwen3.6
+NOT_SWITCHED = SWITCHED.replace(
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}", ""
+)
+
+
+@pytest.mark.parametrize("template", [SWITCHED, PREFILLED, NOT_SWITCHED, tiny.CHAT_TEMPLATE])
+@pytest.mark.parametrize("thought", ["rank 0 writes", ""])
+def test_a_perfect_answer_of_a_thinking_model_has_full_marks(template, thought, tiny_tokenizer):
+    """What the row's labels say is what a model that has learnt it by heart says to the row's prompt."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = template
+    if thought and template == tiny.CHAT_TEMPLATE:
+        return  # such rows are refused when they are prepared
+    answer = {"role": "assistant", "content": "通信 step", **({"reasoning_content": thought} if thought else {})}
+    (row,) = encode_dialogues(tokenizer, [[{"role": "user", "content": "rank?"}, answer]], 512)
+    assert row.reason == "" and row.mode == ("thinking" if thought else "plain")
+    length = evaluation.prompt_length(row.labels)
+    stop_ids = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    said = row.labels[length : row.labels.index(stop_ids[0], length) + 1]
+    read = evaluation.read_answer(tokenizer, row.input_ids[:length], said, stop_ids)
+    assert read == {"answer": "通信 step", "thought": thought, "stopped": True}
+    scores, _ = evaluate_generations([read["answer"]], [row.reference])
+    assert scores["exact_match"] == 1.0
+    if thought:  # cut inside of the thought
+        size = next(size for size in range(1, len(said)) if "rank 0" in tokenizer.decode(said[:size]))
+        cut = evaluation.read_answer(tokenizer, row.input_ids[:length], said[:size], stop_ids)
+        assert cut["answer"] == "" and not cut["stopped"] and cut["thought"].startswith("rank 0")
+
+
+def test_a_question_is_asked_in_the_mode_of_most_rows(tmp_path):
+    assert evaluation.trained_mode(tmp_path) == "off"
+    for modes, mode in (({"plain": 3, "thinking": 2}, "off"), ({"plain": 2, "thinking": 3}, "on"), ({}, "off")):
+        (tmp_path / "manifest.json").write_text(json.dumps({"modes": modes}))
+        assert evaluation.trained_mode(tmp_path) == mode
 
 
 def test_partial_results_survive_a_cut_line_and_other_ranks_find_them(tmp_path):

@@ -26,9 +26,7 @@ from preparation.workers import ALL_WRITTEN, end_on_signals, map_batches
 from sft.artifacts import (
     clear_leftovers,
     library_versions,
-    load_split,
     new_directory,
-    read_manifest,
     sha256_file,
     sha256_json,
     template_sha256,
@@ -36,6 +34,7 @@ from sft.artifacts import (
     write_json,
 )
 from sft.config import option, parse
+from sft.dataset import Dataset, read_manifest
 from sft.encoding import encode_prompt
 from sft.errors import UserError, run
 from sft.tokenizer import load_tokenizer
@@ -43,7 +42,7 @@ from sft.tokenizer import load_tokenizer
 BATCH = 1000  # rows that are encoded at once, in each worker
 MOST_WORKERS = 8  # unless the user says otherwise; each takes about 0.5 GiB
 ROWS_PER_WORKER = 2000  # below that a second process costs more than it brings
-RECIPE_VERSION = 2  # to be raised when the same files and settings make another data set
+RECIPE_VERSION = 3  # to be raised when the same files and settings make another data set
 
 
 @dataclass
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         found["rejected"] = sorted(read.rejected + found["rejected"], key=lambda row: (row["file"], row["line"]))
         refuse(config, selection)
         written = np.sort(np.concatenate(list(selection.split.values())))
-        dataset_sha256 = rows.write_splits(selection.split, directory)
+        split_sha256 = rows.write_splits(selection.split, directory)
         manifest = {
             "rows_read": read.count,
             "rows_written": {name: len(numbers) for name, numbers in selection.split.items()},
@@ -141,7 +140,8 @@ def main(argv: list[str] | None = None) -> None:
             **count_tokens(rows, selection.split),
             **{name: getattr(config, name) for name in ("max_length", "eval_fraction", "seed", "model_name_or_path")},
             **{name: recipe[name] for name in ("source_sha256", "tokenizer_sha256", "template_sha256")},
-            "dataset_sha256": dataset_sha256,
+            "split_sha256": split_sha256,
+            "dataset_sha256": sha256_json(split_sha256),
             "versions": library_versions(),
             "recipe": recipe,
         }
@@ -194,11 +194,7 @@ def is_up_to_date(config: PrepConfig, recipe: dict) -> bool:
                 f"--output_dir {output} holds a data set that was made differently ({'; '.join(changed)}); choose another "
                 "directory, or replace it with --overwrite"
             )
-        rows = {name: len(load_split(output, name)) for name in ("train", "eval")}
-        if rows != manifest.get("rows_written"):
-            raise UserError(
-                f"--output_dir {output} holds a damaged data set ({rows} rows); make it again with --overwrite"
-            )
+        Dataset(output)  # verifies every row
     return True
 
 

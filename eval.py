@@ -25,7 +25,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from sft import artifacts, checkpoint, evaluation, markdown, metrics, modeling, packing, report, run_directory
+from sft import artifacts, checkpoint, dataset, evaluation, markdown, metrics, modeling, packing, report, run_directory
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
 from sft.errors import RunFailed, UserError
@@ -163,25 +163,21 @@ def open_rows(settings: EvalConfig, run: report.RunResults, tokenizer) -> tuple[
             f"the data set of {run.directory}, {directory}, is not there (seen from {Path.cwd()}); give its place with "
             "--dataset_dir"
         )
-    manifest = artifacts.read_manifest(directory)
-    found, trained_on = manifest["dataset_sha256"], run.provenance["dataset_sha256"]
-    if found != trained_on and not (settings.dataset_dir and settings.allow_other_dataset):
+    data = dataset.Dataset(directory, ("eval",))
+    trained_on = run.provenance["dataset_sha256"]
+    if data.sha256 != trained_on and not (settings.dataset_dir and settings.allow_other_dataset):
         raise UserError(
-            f"{directory} is not the data set that {run.directory} was trained on (dataset_sha256 {found[:12]}…, the "
+            f"{directory} is not the data set that {run.directory} was trained on (dataset_sha256 {data.sha256[:12]}…, the "
             f"run's is {trained_on[:12]}…), so its held-out rows may have been trained on; give the run's, or accept this "
             f"one with --dataset_dir {directory} --allow_other_dataset"
         )
-    for what, found in (
-        ("tokenizer", artifacts.tokenizer_sha256(tokenizer)),
-        ("template", artifacts.template_sha256(tokenizer)),
-    ):
-        for place, made_from in ((run.directory, run.provenance), (directory, manifest)):
-            if made_from[f"{what}_sha256"] != found:
-                raise UserError(
-                    f"{place} was made with another {what} than {tokenizer.name_or_path} has, so its token ids mean "
-                    "something else; give the run's base model with --model_name_or_path, and a data set made with it"
-                )
-    rows = artifacts.load_split(directory, "eval")
+    data.check_tokenizer(tokenizer)
+    if any(run.provenance[f"{what}_sha256"] != data.manifest[f"{what}_sha256"] for what in ("tokenizer", "template")):
+        raise UserError(
+            f"{run.directory} was made with another tokenizer or template than {tokenizer.name_or_path} has; give the run's "
+            "base model with --model_name_or_path, and a data set made with it"
+        )
+    manifest, rows = data.manifest, data.eval
     if not len(rows):
         raise UserError(
             f"{directory} holds no rows out (it was made with eval_fraction 0 or of too few rows): nothing to evaluate on; "

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import artifacts, batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, weights
+from sft import batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, weights
 from sft.config import TrainConfig
+from sft.dataset import Dataset
 from sft.errors import UserError
 from sft.failures import explained_memory, fail_on_non_finite
 from sft.journal import check_trackers
@@ -80,6 +81,7 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
 class Inputs:
     """What a run reads: rows, and the dtype of the base; `provenance` says what they are."""
 
+    data: Dataset
     train_rows: object  # datasets.Dataset
     eval_rows: object
     dtype: torch.dtype
@@ -91,19 +93,16 @@ def read_inputs(settings: TrainConfig, accelerator) -> Inputs:
 
     Raises: UserError when this rank's data set, model or settings cannot be used.
     """
-    manifest = artifacts.read_manifest(settings.dataset_dir)
-    train_rows = artifacts.load_split(settings.dataset_dir, "train")
-    eval_rows = artifacts.load_split(settings.dataset_dir, "eval")
-    tokenizer = load_tokenizer(settings.model_name_or_path, settings.trust_remote_code)
-    for name, rows in (("train", train_rows), ("eval", eval_rows)):
-        artifacts.check_split(rows, manifest, name, settings.dataset_dir, len(tokenizer))
+    data = Dataset(settings.dataset_dir)
+    train_rows = data.train
+    data.check_tokenizer(load_tokenizer(settings.model_name_or_path, settings.trust_remote_code))
     if len(train_rows) == 0 or min(train_rows["target_tokens"]) < 1:
         raise UserError(
             f"{settings.dataset_dir}: {len(train_rows)} training rows, some without target tokens; make the data set "
             "with data_prep.py, which leaves out rows that have nothing to learn"
         )
     dtype = device.base_dtype(settings.dtype, accelerator.device)
-    return Inputs(train_rows, eval_rows, dtype, describe_inputs(settings, manifest, tokenizer, dtype))
+    return Inputs(data, train_rows, data.eval, dtype, describe_inputs(settings, data.manifest, dtype))
 
 
 def plan_batches(settings: TrainConfig, train_rows, directory: RunDirectory) -> batching.BatchPlan:
@@ -226,6 +225,7 @@ def take_step(run: "Run", step: int, batches) -> bool:
     """One optimizer step, counted from 0: all its micro-batches, then the update. Returns whether a rank was asked to stop."""
     plan, accelerator, learner = run.plan, run.accelerator, run.learner
     started = time.perf_counter()
+    run.inputs.data.check_unchanged()
     target_count, layout = plan.target_count(step), plan.layout(step)
     device.clear_overflow(accelerator.device)
     nll_sum = torch.zeros((), device=accelerator.device)

@@ -52,10 +52,10 @@ def turns() -> Turns | FreeRun:
 
 def rows_in_order(job: JobConfig):
     """The training rows in the order in which `train.py` takes them, for one rank and micro-batches of one row."""
-    from sft import artifacts
     from sft.batching import BatchPlan
+    from sft.dataset import Dataset
 
-    rows = artifacts.load_split(job.dataset_dir, "train")
+    rows = Dataset(job.dataset_dir, ("train",)).train
     plan = BatchPlan(rows["length"], rows["target_tokens"], 42, 1, job.global_batch_size, 1)
     return rows.select([row for step in range(job.steps) for row in plan.rows(step)])
 

@@ -15,23 +15,12 @@ from pyarrow import compute
 
 from preparation.holdout import BANDS, question_hash, sketch
 from preparation.records import Dialogue, normalise_question
-from sft.artifacts import sha256_json
+from sft import dataset
 from sft.encoding import IGNORED, encode_dialogues
 
 SEPARATOR = "\x1f"  # between the turns of a row; control characters are no part of a normalised question
 SEVERAL = "one of several sequences of a row, whose earlier answers the template shows otherwise than it asks for them"
 
-COLUMNS = datasets.Features(
-    {
-        "id": datasets.Value("string"),
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "labels": datasets.Sequence(datasets.Value("int32")),
-        "length": datasets.Value("int32"),
-        "target_tokens": datasets.Value("int32"),
-        "question": datasets.Value("string"),
-        "reference": datasets.Value("string"),
-    }
-)
 # What is known of a row beside these; not part of the data set.
 FIGURES = {
     "source": pyarrow.int32(),
@@ -46,8 +35,8 @@ FIGURES = {
 }
 SCHEMA = pyarrow.schema(
     [
-        *COLUMNS.arrow_schema,
-        *((name, kind) for name, kind in FIGURES.items() if name not in COLUMNS),
+        *dataset.SCHEMA,
+        *((name, kind) for name, kind in FIGURES.items() if name not in dataset.SCHEMA.names),
         ("reason", pyarrow.string()),
         ("mode", pyarrow.string()),
         ("notes", pyarrow.list_(pyarrow.string())),
@@ -199,33 +188,22 @@ class EncodedRows:
             counts.update({pair["values"]: pair["counts"] for pair in compute.value_counts(values).to_pylist()})
         return dict(sorted(counts.items()))
 
-    def write_splits(self, split: dict[str, np.ndarray], directory: Path) -> str:
-        """Writes each split as a directory that `datasets` loads.
-
-        Returns the SHA-256 over ids, input_ids and labels of the splits in order, whatever the layout of the Arrow files.
-        """
-        hashes = []
-        schema = COLUMNS.arrow_schema
+    def write_splits(self, split: dict[str, np.ndarray], directory: Path) -> dict[str, str]:
+        """Writes each split as a directory that `datasets` loads, and returns the SHA-256 of each one's content."""
+        hashes = {}
+        schema = datasets.Features.from_arrow_schema(dataset.SCHEMA).arrow_schema  # with the library's own notes
         for name, rows in split.items():
-            digests = {column: hashlib.sha256() for column in ("id", "length", "input_ids", "labels")}
+            content = dataset.ContentHash()
             new_file = directory / f"{name}.arrow"
             with pyarrow.OSFile(str(new_file), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-                for _, batch in self.taken(rows, list(COLUMNS)):
+                for _, batch in self.taken(rows, schema.names):
                     writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-                    add_hashes(digests, batch)
-            hashes.append([name, *(digest.hexdigest() for digest in digests.values())])
+                    content.update(batch)
+            hashes[name] = content.sha256()
             # `datasets` writes the files that describe one row; all rows, never in memory at once, replace it.
             blank = {"id": "", "input_ids": [], "labels": [], "length": 0, "target_tokens": 0, "question": "", "reference": ""}  # fmt: skip
             frame = pyarrow.Table.from_pylist([blank], schema=schema)
-            datasets.Dataset(frame, fingerprint=sha256_json(hashes)[:16]).save_to_disk(str(directory / name))
+            datasets.Dataset(frame, fingerprint=hashes[name][:16]).save_to_disk(str(directory / name))
             (data_file,) = (directory / name).glob("*.arrow")
             new_file.replace(data_file)
-        return sha256_json(hashes)
-
-
-def add_hashes(digests: dict, batch: pyarrow.RecordBatch) -> None:
-    """Feeds one running hash per column, so that the cut into batches does not show."""
-    digests["id"].update("".join(f"{row_id}\n" for row_id in batch.column("id").to_pylist()).encode())
-    digests["length"].update(np.asarray(batch.column("length"), dtype="<i4").tobytes())
-    for name in ("input_ids", "labels"):
-        digests[name].update(np.asarray(batch.column(name).flatten(), dtype="<i4").tobytes())
+        return hashes

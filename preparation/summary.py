@@ -2,7 +2,7 @@
 
 import itertools
 
-from sft.artifacts import load_split
+from sft.dataset import Dataset
 from sft.encoding import IGNORED
 
 SHOWN = 10  # rows of one kind that are named on the screen; the manifest names all
@@ -37,7 +37,7 @@ def print_summary(manifest: dict, output_dir: str, tokenizer) -> None:
         print(f"nothing is held out: --eval_fraction {fraction} of {rows['train']} rows is less than one")
     print(f"one epoch: {-(-rows['train'] // 4):,} steps at global batch 4")
     print("the first row as it is trained, targets in [[ ]]:")
-    row = load_split(output_dir, "train")[0]
+    row = Dataset(output_dir, ("train",)).train[0]
     print(
         "  " + mark_targets(tokenizer, row["input_ids"][:WIDTH], row["labels"][:WIDTH]).replace("\n", "\n  ").rstrip()
     )

@@ -117,21 +117,8 @@ class RunDirectory:
         )
 
 
-def describe_inputs(settings: TrainConfig, manifest: dict, tokenizer, dtype) -> dict:
-    """What a run is made from and the settings that decide its numbers, for provenance.json.
-
-    Raises: UserError when the data set was made with another tokenizer or chat template.
-    """
-    for what, found in (
-        ("tokenizer", artifacts.tokenizer_sha256(tokenizer)),
-        ("template", artifacts.template_sha256(tokenizer)),
-    ):
-        if manifest[f"{what}_sha256"] != found:
-            raise UserError(
-                f"{settings.dataset_dir} was made with another {what} than {settings.model_name_or_path} has "
-                f"({what}_sha256 {manifest[f'{what}_sha256'][:12]}… and {found[:12]}…); make the data set again with "
-                f"data_prep.py --model_name_or_path {settings.model_name_or_path}"
-            )
+def describe_inputs(settings: TrainConfig, manifest: dict, dtype) -> dict:
+    """What a run is made from and the settings that decide its numbers, for provenance.json."""
     return {
         "model_name_or_path": settings.model_name_or_path,
         "model_sha256": artifacts.model_sha256(settings.model_name_or_path),

@@ -107,18 +107,6 @@ def test_a_directory_that_is_being_made_is_no_leftover(tmp_path):
     assert (tmp_path / "out" / "row").read_text() == "x"
 
 
-def test_what_is_not_a_data_set_is_said(tmp_path):
-    with pytest.raises(UserError, match="does not exist; make it with data_prep.py"):
-        artifacts.read_manifest(tmp_path / "none")
-    with pytest.raises(UserError, match=r"holds no manifest\.json"):
-        artifacts.read_manifest(tmp_path)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        artifacts.read_manifest(tmp_path)
-    with pytest.raises(UserError, match="has no train split"):
-        artifacts.load_split(tmp_path, "train")
-
-
 def test_tokenizer_and_template_hashes_tell_changes_apart(tiny_tokenizer_dir):
     from transformers import AutoTokenizer
 

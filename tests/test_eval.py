@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from eval import main
 from sft import artifacts, evaluation, modeling
+from sft.artifacts import sha256_json
+from sft.dataset import split_sha256
 from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
 from sft.errors import UserError
 from sft.metrics import evaluate_generations
@@ -268,6 +270,14 @@ def test_partial_results_survive_a_cut_line_and_other_ranks_find_them(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def claim(dataset: Path, **split_hashes: str) -> None:
+    """Lets a manifest name other content for some splits."""
+    manifest = json.loads((dataset / "manifest.json").read_text())
+    manifest["split_sha256"] |= split_hashes
+    manifest["dataset_sha256"] = sha256_json(manifest["split_sha256"])
+    (dataset / "manifest.json").write_text(json.dumps(manifest))
+
+
 def spoil(case: str, run: Path, dataset: Path) -> list[str]:
     """Does to copies of a run and its data set what the case says; returns the arguments to evaluate with."""
     arguments = ["--run_dir", str(run), "--dataset_dir", str(dataset)]
@@ -290,10 +300,12 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
         datasets.load_from_disk(str(dataset / "eval")).select([]).save_to_disk(str(dataset / "none"), num_shards=1)
         shutil.rmtree(dataset / "eval")
         (dataset / "none").rename(dataset / "eval")
-    elif case in ("other data set", "other template", "other data set accepted"):
-        key = "template_sha256" if case == "other template" else "dataset_sha256"
+        claim(dataset, eval=split_sha256([]))
+    elif case == "other template":
         manifest = json.loads((dataset / "manifest.json").read_text())
-        (dataset / "manifest.json").write_text(json.dumps({**manifest, key: "0" * 64}))
+        (dataset / "manifest.json").write_text(json.dumps({**manifest, "template_sha256": "0" * 64}))
+    elif case in ("other data set", "other data set accepted"):
+        claim(dataset, train="0" * 64)  # other training rows, the same held-out ones
         if case == "other data set accepted":
             arguments += ["--allow_other_dataset", "--no_generation", "--limit", "3"]
     elif case == "other base model":
@@ -325,7 +337,7 @@ REFUSALS = {
     "damaged settings": r"config.json or provenance.json in .* is damaged; copy the run again",
     "lost data set": r"moved, is not there .*; give its place with --dataset_dir",
     "nothing held out": r"holds no rows out \(it was made with eval_fraction 0 .*give another with --dataset_dir",
-    "other data set": r"is not the data set that .* was trained on \(dataset_sha256 000000000000….*--allow_other_dataset",
+    "other data set": r"is not the data set that .* was trained on \(dataset_sha256 [0-9a-f]{12}….*--allow_other_dataset",
     "other template": r"data was made with another template than .* has",
     "other base model": r"is not the base model that .* the run's is 000000000000…\).*--model_name_or_path",
     "foreign report": r"output_dir .*own holds report\.json but no evaluation; choose another directory",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sft import artifacts, batching, checkpoint, device, run_directory
+from sft.dataset import Dataset
 from sft.journal import read_metrics
 from sft.watchdog import name_missing
 from tests.conftest import ROOT, launch, must
@@ -170,7 +171,7 @@ def test_missing_ranks_are_those_behind_the_furthest_and_the_silent():
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_optimizer(
     warm, arguments, tiny_model_dir, dataset_dir, tmp_path
 ):
-    rows = artifacts.load_split(dataset_dir, "train")
+    rows = Dataset(dataset_dir, ("train",)).train
     plan = batching.BatchPlan(np.asarray(rows["length"]), np.asarray(rows["target_tokens"]), 42, 1, 2, 2)
     ids = [set(row[:-1]) for row in rows["input_ids"]]
     # What training sees before: the rows of the first steps, and the row that is tried out before them (sft/packing.py).

@@ -11,7 +11,7 @@ SFT = [  # a module of sft/ imports only from levels before its own
     {"masking", "terminal"},
     {"errors", "loss", "phrases", "card", "simulation"},
     {"config", "artifacts", "tokenizer", "metrics", "template", "batching"},
-    {"encoding", "device", "journal", "plots", "findings"},
+    {"dataset", "encoding", "device", "journal", "plots", "findings"},
     {"modeling", "markdown", "webpage", "watchdog"},
     {"evaluation", "checkpoint", "packing", "weights", "report", "micro_batch", "failures"},
     {"run_directory", "results"},

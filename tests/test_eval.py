@@ -301,6 +301,7 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
         shutil.rmtree(dataset / "eval")
         (dataset / "none").rename(dataset / "eval")
         claim(dataset, eval=split_sha256([]))
+        arguments += ["--allow_other_dataset"]
     elif case == "other template":
         manifest = json.loads((dataset / "manifest.json").read_text())
         (dataset / "manifest.json").write_text(json.dumps({**manifest, "template_sha256": "0" * 64}))

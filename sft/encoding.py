@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken, Tokenizer
 
 from sft.errors import UserError
-from sft.template import ALIAS, THOUGHT_TAG, Answer, ChatTemplate, limited_time
+from sft.template import ALIAS, THOUGHT_TAG, Answer, ChatTemplate, limited
 
 IGNORED = -100  # label of a token that is not a target; PyTorch's default ignore_index
 BREAK = "\ufdd6"  # between a prompt and an answer that would merge; a noncharacter, and no token of the model
@@ -106,11 +106,11 @@ def _backend(tokenizer, aliases: tuple[tuple[str, AddedToken], ...]) -> Tokenize
 
 
 def _encoder(tokenizer) -> _Encoder:
-    return _make_encoder(tokenizer, str(tokenizer.chat_template), tuple(tokenizer.special_tokens_map.items()))
+    return _make_encoder(tokenizer, str(tokenizer.chat_template), str(tokenizer.special_tokens_map))
 
 
 @functools.lru_cache(maxsize=4)
-def _make_encoder(tokenizer, template: str, special: tuple) -> _Encoder:
+def _make_encoder(tokenizer, template: str, special_tokens: str) -> _Encoder:
     """Kept as long as the tokenizer's template and special tokens stay what they are."""
     return _Encoder(tokenizer)
 
@@ -160,7 +160,7 @@ def encode_dialogues(
     encoder = _encoder(tokenizer)
     found: list[Encoded] = []
     waiting: list[_Sequence] = []
-    with limited_time() as restart:
+    with limited() as restart:
         for row, messages in enumerate(dialogues):
             restart()
             try:
@@ -202,7 +202,7 @@ def encode_prompt(
     """
     encoder = _encoder(tokenizer)
     try:
-        with limited_time():
+        with limited():
             text = encoder.template.ask(messages, tools, thinking)
     except UserError:
         raise

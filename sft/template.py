@@ -3,8 +3,10 @@
 import contextlib
 import json
 import re
+import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,8 +24,11 @@ _TYPED = re.compile("\ufdd0(\\d+)\ufdd1")
 ALIAS = re.compile("\ufdd2(\\d+)\ufdd3")
 
 SWITCHES = ("enable_thinking", "thinking", "reasoning")  # variables by which templates turn thinking on and off
-TIME_S, SIZE = 5.0, 20_000_000  # for one row: seconds, and characters; real templates take under a millisecond
-THOUGHT = re.compile(r"\s*<(think|thinking|thought)>(.*?)</\1>\s*(.*)", re.DOTALL)  # as data sets write it
+# What a template may take for one row: seconds, characters, bytes. Real ones take under a millisecond.
+TIME_S, SIZE, MEMORY = 5.0, 20_000_000, 1 << 30
+LOOK_S = 0.2  # how often time and memory are looked at
+# A thought as data sets write it; those made with a model whose prompt opens it have no opening tag.
+THOUGHT = re.compile(r"\s*(?:<(think|thinking|thought)>)?(.*?)</(?(1)\1|think)>\s*(.*)", re.DOTALL)
 OPENED = re.compile(r"<(think|thinking|thought)>(\s*)\Z")  # a prompt that opens a thought
 THOUGHT_TAG = re.compile(r"</?(think|thinking|thought)>")
 CONTROL = re.compile(r"<[|｜].*[|｜]>")  # what control tokens look like, also where the tokenizer calls them ordinary
@@ -82,14 +87,14 @@ class ChatTemplate:
         self.pattern = re.compile("|".join(map(re.escape, self.names)) or "(?!)")
         self.ended = re.compile(rf"(?:\s|{self.pattern.pattern})+\Z")
         self.constants = {"documents": None, **tokenizer.special_tokens_map}
-        self.compiled = {with_tools: _compile(tokenizer, with_tools) for with_tools in (False, True)}
         self.switch = ""  # the variable that turns thinking on and off
         self.place = ""  # of thoughts: a field of the message, tags in the content, the opened prompt, or nowhere
         self.opening = self.closing = ""  # what stands around a thought that the model says
         self.header = ""  # what the model says before an answer without one
         self.content_parts = self.arguments_as_text = False
         self.tail = ""  # what stands after every answer, in a template that renders each turn by itself
-        with limited_time():
+        with limited():
+            self.compiled = {with_tools: _compile(tokenizer, with_tools) for with_tools in (False, True)}
             self.find_forms()
 
     def find_forms(self) -> None:
@@ -211,7 +216,10 @@ class ChatTemplate:
             if message["role"] == "assistant":
                 thought = message.get("reasoning_content") or ""
                 if not thought and self.place and (found := THOUGHT.fullmatch(message["content"])):
-                    thought, message = found[2], {**message, "content": found[3]}
+                    if found[1] or "</think>" in self.source:  # else what stands before the closing tag is text
+                        thought, message = found[2], {**message, "content": found[3]}
+                    if not found[3] and not message.get("tool_calls"):
+                        raise ValueError("an answer holds a thought and nothing after it")
                 message = {**message, "thought": thought.strip()}
             read.append(self.protect(message))
         return read
@@ -245,7 +253,8 @@ class ChatTemplate:
         answers, row = [], ""
         for position in reversed(places):
             thought = messages[position].get("thought", "")
-            mode = "thinking" if thinking == "on" or (thought and thinking == "auto") else "plain"
+            always = thinking == "on" and (self.place or self.switch)
+            mode = "thinking" if always or (thought and thinking == "auto") else "plain"
             context = self.render(shaped[:position], tools, mode, ask=True)
             if tools and context == self.render(shaped[:position], None, mode, ask=True):
                 raise ValueError("the chat template knows no tools, and the row brings some")
@@ -356,13 +365,13 @@ def _json(value) -> str:
 
 
 def _compile(tokenizer, with_tools: bool):
-    """transformers' own compiled template (its filters, functions and sandbox), with bounds on what one operation makes.
+    """The template in transformers' own environment (its filters, functions and sandbox), with bounds on one operation.
 
-    The sandbox itself bounds `range`. Raises: UserError when the template is no valid Jinja.
+    The sandbox itself bounds `range`, and lets Jinja compute no bounded operation while it compiles. Raises: UserError when the template is no valid Jinja.
     """
     try:
         source = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
-        environment = _compile_jinja_template(source).environment.overlay()
+        environment = _compile_jinja_template("").environment.overlay()
         environment.intercepted_binops = frozenset(["*", "**"])
         environment.call_binop = _bounded
         return environment.from_string(source)
@@ -386,27 +395,35 @@ def _bounded(context, operator: str, left, right):
 
 
 @contextlib.contextmanager
-def limited_time() -> Iterator[Callable[[], None]]:
-    """Ends what a template does without end TIME_S seconds after the start, or after a call of the function that it gives.
+def limited() -> Iterator[Callable[[], None]]:
+    """Ends what a template does without end, TIME_S seconds after the start or the last call of the function that it
+    gives, or when the process has grown by MEMORY bytes.
 
     Only the main thread of a process can be interrupted (workers have one too). Raises: UserError.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
+    started, most = [time.monotonic()], _peak_memory() + MEMORY
 
-    def stop(number, frame):
-        raise TimeoutError
+    def look(number, frame):
+        if time.monotonic() - started[0] > TIME_S:
+            raise TimeoutError(f"has not come to an end after {TIME_S:.0f} seconds on one row")
+        if _peak_memory() > most:
+            raise TimeoutError(f"makes texts of more than {MEMORY >> 20:,} MiB of a row")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, TIME_S)
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
     try:
-        yield lambda: signal.setitimer(signal.ITIMER_REAL, TIME_S)
-    except TimeoutError:
+        yield lambda: started.__setitem__(0, time.monotonic())
+    except TimeoutError as error:
         raise UserError(
-            f"the chat template has not come to an end after {TIME_S:.0f} seconds on one row; put the model's own "
-            "chat_template.jinja into its directory"
+            f"the chat template {error}; put the model's own chat_template.jinja into its directory"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts in KiB

@@ -5,10 +5,11 @@ import copy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
+from sft import template
+from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt, split_thought
 from sft.errors import UserError
 
 CHATML = (
@@ -34,6 +35,21 @@ EMPTY_THOUGHT = (  # the last answer gets an empty thought that the prompt does 
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SWITCHED = (  # Qwen3: thoughts in the last turn only, and a switch that puts an empty one into the prompt
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if loop.last and m['role'] == 'assistant' %}<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+OPENED = (  # DeepSeek-R1: the prompt opens a thought, and what is rendered has none
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+EITHER = (  # DeepSeek-V3.1: the prompt opens or closes a thought
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}</think>{% endif %}"
+    "{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '<think>' if thinking else '</think>' }}{% endif %}"
 )
 CHANNELS = (  # gpt-oss: special tokens inside the assistant's turn, before the answer
     "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}<|channel|>final{% endif %}"
@@ -299,6 +315,155 @@ def test_an_answer_that_merges_with_its_prompt_is_trained_after_the_prompts_own_
     first, last = encode_dialogues(tokenizer, [turns("a", "\nb", "c", "d")], 100)
     assert [targets(tokenizer, encoded) for encoded in (first, last)] == [["\nb<|im_end|>"], ["d<|im_end|>"]]
     assert last.input_ids == templated(tokenizer, turns("a", "\nb", "c", "d"))
+
+
+def thought(text: str, answer: str) -> dict:
+    return {"role": "assistant", "content": answer, "reasoning_content": text}
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "with_thought", "without", "always"),
+    [
+        (SWITCHED, "<think>\ntwo\n</think>\n\n4<|im_end|>", "4<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"),
+        (OPENED, "two\n</think>\n\n4<|im_end|>", "\n</think>\n\n4<|im_end|>", "\n</think>\n\n4<|im_end|>"),
+        (EITHER, "two</think>4<|im_end|>", "4<|im_end|>", "</think>4<|im_end|>"),
+    ],
+    ids=["switched", "opened", "either"],
+)
+def test_an_answer_is_asked_for_in_the_mode_of_its_row(chat_template, with_thought, without, always):
+    tokenizer = build(chat_template)
+    question = turns("2+2?")
+    rows = [[*question, thought("two", "4")], [*question, *turns("", "4")[1:]], turns("2+2?", "<think>two</think>4")]
+    encoded = encode_dialogues(tokenizer, rows, 1000)
+    assert [(targets(tokenizer, one), one.mode, one.reference) for one in encoded] == [
+        ([with_thought], "thinking", "4"),
+        ([without], "plain", "4"),
+        ([with_thought], "thinking", "4"),
+    ]
+    for one, mode in zip(encoded, ("on", "off", "on")):
+        prompt = encode_prompt(tokenizer, question, mode)
+        assert one.input_ids[: len(prompt)] == prompt
+        assert one.labels[len(prompt) - 1] == -100 != one.labels[len(prompt)]
+        assert split_thought(tokenizer, targets(tokenizer, one)[0]) == ("two" if mode == "on" else "", "4")
+    off = encode_dialogues(tokenizer, rows, 1000, thinking="off")
+    assert [targets(tokenizer, one) for one in off] == [[without]] * 3
+    assert [bool(one.notes) for one in off] == [True, False, True]
+    on = encode_dialogues(tokenizer, rows, 1000, thinking="on")
+    assert [targets(tokenizer, one) for one in on] == [[with_thought], [always], [with_thought]]
+    assert {one.mode for one in on} == {"thinking"}
+
+
+def test_a_thought_whose_opening_tag_stands_in_the_prompt_is_found():
+    tokenizer = build(OPENED)
+    (encoded,) = encode_dialogues(tokenizer, [turns("2+2?", "two\n</think>\n\n4")], 1000)
+    assert (targets(tokenizer, encoded), encoded.mode) == (["two\n</think>\n\n4<|im_end|>"], "thinking")
+    (encoded,) = encode_dialogues(build(CHATML), [turns("2+2?", "two</think>4")], 1000)
+    assert (targets(tokenizer, encoded), encoded.mode) == (["two</think>4<|im_end|>"], "plain")
+
+
+def test_tags_of_a_thought_that_are_special_tokens_still_act():
+    tokenizer = build(SWITCHED)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    open_id, close_id = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    (encoded,) = encode_dialogues(tokenizer, [turns("2+2?", "<think>two</think>4")], 1000)
+    assert targets(tokenizer, encoded) == ["<think>\ntwo\n</think>\n\n4<|im_end|>"]
+    assert [i for i in encoded.labels if i in (open_id, close_id)] == [open_id, close_id]
+
+
+def test_thoughts_that_cannot_be_trained_are_refused_or_said():
+    row = [*turns("2+2?"), thought("two", "4")]
+    (encoded,) = encode_dialogues(build(CHATML), [row], 1000)
+    assert "the chat template has no place for a thought" in encoded.reason
+    (encoded,) = encode_dialogues(build(CHATML), [row], 1000, thinking="off")
+    assert targets(build(CHATML), encoded) == ["4<|im_end|>"]
+    assert encoded.notes == {"thoughts left out, as --thinking off says"}
+    (encoded,) = encode_dialogues(build(SWITCHED), [turns("2+2?", "<think>two</think>")], 1000)
+    assert encoded.reason == "an answer holds a thought and nothing after it"
+    first, last = encode_dialogues(build(SWITCHED), [[*row, *turns("3+3?", "6")]], 1000)
+    assert [(one.mode, *targets(build(SWITCHED), one)) for one in (first, last)] == [
+        ("thinking", "<think>\ntwo\n</think>\n\n4<|im_end|>"),
+        ("plain", "6<|im_end|>"),
+    ]
+    assert "thoughts of earlier turns" in "".join(last.notes)
+    assert "two" not in build(SWITCHED).decode(last.input_ids)
+
+
+def test_only_answers_that_are_to_be_learnt_are_targets(tokenizers):
+    tokenizer = tokenizers["chatml"]
+    messages = turns("Hi", "SECRET", "And?", "Yes.", "So?", "No.")
+    messages[1]["train"] = False
+    (encoded,) = encode_dialogues(tokenizer, [messages], 1000)
+    assert targets(tokenizer, encoded) == ["Yes.<|im_end|>", "No.<|im_end|>"]
+    assert encoded.input_ids == templated(tokenizer, messages)
+    (encoded,) = encode_dialogues(tokenizer, [messages], 1000, loss_on="last")
+    assert targets(tokenizer, encoded) == ["No.<|im_end|>"]
+    messages[3]["train"] = messages[5]["train"] = False
+    (encoded,) = encode_dialogues(tokenizer, [messages], 1000)
+    assert encoded.reason == "nothing to learn: no answer of this row is to be trained"
+
+
+def test_what_the_template_leaves_out_is_refused_by_name(tokenizers):
+    call = {"type": "function", "function": {"name": "look", "arguments": {"where": "up"}}}
+    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
+    calling = [*turns("Hi"), {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    after = [*calling, {"role": "tool", "content": "sky"}, {"role": "assistant", "content": "Blue."}]
+    deaf = build(CHATML.replace("{{ m['content'] }}", "{% if m['role'] != 'system' %}{{ m['content'] }}{% endif %}"))
+    for tokenizer, row, brought, reason in (
+        (tokenizers["chatml"], calling, None, "leaves out tool calls"),
+        (tokenizers["chatml"], after, None, "leaves out tool calls"),
+        (tokenizers["chatml"], turns("a", "b"), tools, "knows no tools"),
+        (deaf, turns("a", "b", system="Be kind."), None, "leaves out or rewrites a system turn"),
+    ):
+        (encoded,) = encode_dialogues(tokenizer, [row], 1000, tools=[brought])
+        assert reason in encoded.reason
+        assert encoded.input_ids == []
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+DOUBLING = "{% set n = namespace(x='a') %}{% for a in range(32) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("addition", "message"),
+    [
+        (ENDLESS, "has not come to an end after 1 seconds"),
+        ("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}", "has not come to an end after 1 seconds"),
+        (DOUBLING, "makes texts of more than 64 MiB of a row"),
+        ("{{ broken", "cannot be used"),
+    ],
+)
+def test_templates_that_never_end_or_are_no_templates_stop_with_a_sentence(monkeypatch, addition, message):
+    monkeypatch.setattr(template, "TIME_S", 1.0 if "range(32)" not in addition else 60)
+    monkeypatch.setattr(template, "MEMORY", 64 << 20)
+    monkeypatch.setattr(template, "LOOK_S", 0.01)
+    with pytest.raises(UserError, match=message):
+        encode_dialogues(build(addition + CHATML), [turns("a", "b")], 100)
+
+
+@pytest.mark.parametrize(
+    "addition",
+    [
+        "{% for a in range(10**9) %}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'a' * 10**9 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ raise_exception('\x1b]0;owned\x07\x1b[2J') }}",
+    ],
+)
+def test_what_a_template_does_wrong_is_a_reason_in_plain_characters(addition):
+    tokenizer = build("{% if messages[0]['content'] == 'bad' %}" + addition + "{% endif %}" + CHATML)
+    bad, good = encode_dialogues(tokenizer, [turns("bad", "b"), turns("a", "b")], 100)
+    assert bad.reason.startswith("the chat template refuses it: ")
+    assert bad.reason.isprintable()
+    assert targets(tokenizer, good) == ["b<|im_end|>"]
+
+
+def test_a_tokenizer_that_loses_text_is_refused():
+    lossy = build(CHATML)
+    lossy.backend_tokenizer.normalizer = normalizers.Replace("answer", "")
+    with pytest.raises(UserError, match=r"makes 'The  is 42\.' of 'The answer is 42\.'"):
+        encode_prompt(lossy, turns("a"))
 
 
 def test_tokenizers_that_cannot_be_used_are_refused_with_a_remedy(tokenizers):

@@ -162,15 +162,22 @@ def put_adapter_on(base, settings: TrainConfig):
         return modeling.add_lora(
             base, settings.lora_r, settings.lora_alpha, settings.lora_dropout, settings.target_modules, settings.seed
         )
+    linears = modeling.language_linears(base)[0]
     model = modeling.load_adapter(base, settings.adapter_name_or_path, trainable=True)
     loaded = model.peft_config["default"]
-    shape = {"lora_r": loaded.r, "lora_alpha": loaded.lora_alpha, "target_modules": sorted(loaded.target_modules)}
+    targets = sorted(loaded.target_modules)
+    if settings.target_modules == [modeling.ALL_LINEAR] and modeling.adapted_modules(model) == set(linears):
+        targets = settings.target_modules
+    shape = {
+        "lora_r": loaded.r, "lora_alpha": loaded.lora_alpha, "lora_dropout": loaded.lora_dropout, "target_modules": targets
+    }  # fmt: skip
     asked = {**asdict(settings), "target_modules": sorted(settings.target_modules)}
     differs = [f"{name} {shape[name]}" for name in shape if shape[name] != asked[name]]
+    differs += [f"{name} {value}" for name, value in modeling.beyond_plain_lora(loaded).items()]
     if differs:
         raise UserError(
             f"adapter_name_or_path {settings.adapter_name_or_path} has {', '.join(differs)}, the settings say otherwise; "
-            "set them to the adapter's values"
+            "set them to the adapter's values, or start from another adapter where there is no such setting"
         )
     return model
 

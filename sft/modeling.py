@@ -1,10 +1,12 @@
 """The model: frozen base, LoRA adapter, attention over packed rows, and its loss as one module."""
 
 import bisect
+import contextlib
 import copy
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sft.device import flash_ignores_windows
+from sft.device import flash_ignores_windows, is_out_of_memory
 from sft.errors import UserError
 from sft.loss import chunked_token_nll, token_nll
 from sft.tokenizer import BEFORE_5, explained_loading
@@ -34,6 +36,7 @@ from sft.tokenizer import BEFORE_5, explained_loading
 # Models whose logits are exactly `lm_head(last hidden state)`, so that they may be computed in chunks. Others scale or
 # cap them (Gemma, Cohere, Granite …) and go through their own forward.
 PLAIN_HEAD = {"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "smollm3", "olmo2", "internlm2"}
+ALL_LINEAR = "all-linear"  # as PEFT calls it
 DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
@@ -42,8 +45,15 @@ def load_config(name_or_path: str, trust_remote_code: bool = False):
 
     Raises: UserError when it cannot be found, or when transformers 4 would leave something out silently.
     """
-    with explained_loading("model_name_or_path", name_or_path):
+    with explained_loading("model_name_or_path", name_or_path), explained_damage(name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise UserError(
+            f"model_name_or_path {name_or_path} is quantised ({method}); adapters are trained on and merged into the "
+            "unquantised model: give that one"
+        )
     rope = dict(getattr(config, "rope_parameters", None) or {}) if BEFORE_5 else {}
     if rope:
         if "rope_theta" not in rope:
@@ -73,7 +83,7 @@ def load_base(
     register_packed_sdpa()
     config = load_config(name_or_path, trust_remote_code)
     check_attention(config, attn_implementation)
-    with explained_loading("model_name_or_path", name_or_path):
+    with explained_loading("model_name_or_path", name_or_path), explained_damage(name_or_path):
         arguments = {
             "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code, DTYPE_ARGUMENT: dtype
         }  # fmt: skip
@@ -100,6 +110,35 @@ def load_base(
 def text_config(config):
     """The language model's part of a configuration; a model that also sees or hears has several."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+@contextlib.contextmanager
+def explained_damage(name_or_path: str):
+    """Turns what transformers raises for a config.json or weights that do not fit or are damaged into a sentence.
+
+    Raises: UserError.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        SafetensorError,
+        TypeError,
+    ) as error:
+        if is_out_of_memory(error):
+            raise
+        for file in Path(name_or_path).glob("*.safetensors"):
+            if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
+                raise UserError(f"{file} is a pointer of git-lfs, not the weights; run `git lfs pull` there") from error
+        words = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        raise UserError(
+            f"model_name_or_path {name_or_path} could not be loaded ({words}); its config.json does not fit its weights, "
+            "or a file is damaged; copy or download it again"
+        ) from error
 
 
 def check_attention(config, attn_implementation: str) -> None:
@@ -163,30 +202,48 @@ def generation_attention() -> str:
     return "sdpa" if Version(torch.__version__).release >= (2, 1, 1) else "eager"
 
 
+def language_linears(base: PreTrainedModel) -> tuple[list[str], str | None, str | None]:
+    """Names of the language model's linear layers without the head; the head's name; and, where the model has others
+    beside (for images, for sound), a regular expression of all that is neither."""
+    linear = {name: module for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    head = next((name for name, module in linear.items() if module is base.get_output_embeddings()), None)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    inside = next((f"{name}." for name, module in base.named_modules() if name and module is decoder), "")
+    names = [name for name in linear if name.startswith(inside) and name != head]
+    beside = len(names) + (head is not None) < len(linear)
+    return names, head, rf"(?!{re.escape(inside)}|{re.escape(head or '')}$).*" if beside else None
+
+
 def add_lora(
     base: PreTrainedModel, r: int, alpha: int, dropout: float, target_modules: list[str], seed: int
 ) -> PeftModel:
     """`base` with a new LoRA adapter (Hu et al. 2021): A drawn from `seed` on the CPU, B zero, both fp32.
 
-    Raises: UserError when no layer has one of the names in target_modules, or when one is the tied head.
+    target_modules: names of linear layers of the language model, or all-linear: all of them but the head. What a model
+    has for images or sound beside it stays as it is.
+    Raises: UserError when no layer has one of the names, when one is the tied head, or when PEFT refuses one.
     """
-    names = {name.rsplit(".", 1)[-1] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
-    missing = [name for name in target_modules if name.rsplit(".", 1)[-1] not in names]
-    if missing:
+    names, head, others = language_linears(base)
+    known = {name.rsplit(".", 1)[-1] for name in (*names, head) if name}
+    missing = [name for name in target_modules if name.rsplit(".", 1)[-1] not in known]
+    if missing and target_modules != [ALL_LINEAR]:
         raise UserError(
-            f"target_modules: {', '.join(missing)} not in this model; its linear layers are {', '.join(sorted(names))}"
+            f"target_modules: {', '.join(missing)} not in this model; its linear layers are {', '.join(sorted(known))}; "
+            f"{ALL_LINEAR}, given alone, means all of them but the head"
         )
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    tied = [name for name, module in base.named_modules() if module is head and head.weight is embedding.weight]
-    if set(tied) & set(target_modules):
+    if head in target_modules and base.get_output_embeddings().weight is base.get_input_embeddings().weight:
         raise UserError(
-            f"target_modules: {tied[0]} shares its weights with the embedding in this model, so that an adapter on it could "
+            f"target_modules: {head} shares its weights with the embedding in this model, so that an adapter on it could "
             "not be merged or served; leave it out"
         )
     config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules), task_type="CAUSAL_LM", bias="none"
+        r=r, lora_alpha=alpha, lora_dropout=dropout, task_type="CAUSAL_LM", bias="none", exclude_modules=others,
+        target_modules=ALL_LINEAR if target_modules == [ALL_LINEAR] else list(target_modules),
     )  # fmt: skip
-    model = get_peft_model(base, config)
+    try:
+        model = get_peft_model(base, config)
+    except ValueError as error:
+        raise UserError(f"target_modules: {' '.join(target_modules)} cannot be adapted: {error}") from error
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in trainable_parameters(model).items():
         start = torch.zeros(parameter.shape, device="cpu")
@@ -235,6 +292,23 @@ def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = Fal
             raise UserError(
                 f"adapter {name_or_path} does not fit the base model: {str(error).splitlines()[-1].strip()}"
             ) from error
+
+
+def adapted_modules(model: PeftModel) -> set[str]:
+    """Names, as the base has them, of the layers that carry the adapter."""
+    names = (name for name, _ in model.get_base_model().named_modules())
+    return {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
+
+
+def beyond_plain_lora(config: PeftConfig) -> dict:
+    """What an adapter has that plain LoRA (Hu et al. 2021) has not, by PEFT's name; none of it is trained or merged here."""
+    if not isinstance(config, LoraConfig):
+        return {"peft_type": str(config.peft_type)}
+    fields = ("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+              "modules_to_save", "layer_replication", "target_parameters", "trainable_token_indices")  # fmt: skip
+    found = {name: getattr(config, name, None) for name in fields}
+    found["bias"] = None if config.bias == "none" else config.bias
+    return {name: value for name, value in found.items() if value}
 
 
 class TargetLoss(torch.nn.Module):

@@ -6,10 +6,11 @@ import torch
 from accelerate import Accelerator
 
 import data_prep
-from sft import modeling, packing
+from sft import modeling, packing, weights
 from sft.batching import collate
+from sft.errors import UserError
 from tests import families
-from tests.conftest import assert_same_numbers, numbers, once
+from tests.conftest import adapter, assert_same_numbers, numbers, once
 from tools.tiny import make_rows, write_jsonl
 
 # Layers that mix tokens otherwise than by attention see across rows, or refuse rows that share a forward.
@@ -103,22 +104,56 @@ def start(warm_server, family_dir, family_data):
     return run
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
-def test_rows_alone_train_alike_on_one_process_two_and_sharded(name, start, tmp_path):
-    """Ranks with different numbers of rows make different numbers of calls; sharded ones have to make as many."""
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "gemma3", "qwen3_moe"])
+def test_families_train_alike_on_one_process_two_and_sharded(name, start, tmp_path):
+    """Ranks whose rows go alone make different numbers of calls; a model that sees has weights that text leaves alone;
+    experts are stored one by one and held in one tensor."""
     targets = ["--target_modules", "q_proj", "v_proj"]
     for config, processes in (("cpu_1", 1), ("cpu_2", 2), ("cpu_2_fsdp", 2)):
         if config == "cpu_2_fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
             continue  # as in test_fsdp.py
         output = start(name, tmp_path / config, *targets, config=config, processes=processes)
-        assert "one row per forward" in output
+        assert ("one row per forward" in output) == (name in ALONE)
         assert_same_numbers(tmp_path / "cpu_1", tmp_path / config)
         assert held_out(tmp_path / config) == pytest.approx(held_out(tmp_path / "cpu_1"), rel=1e-5)
-    start(name, tmp_path / "small", *targets, "--per_device_train_batch_size", 1)
-    assert_same_numbers(tmp_path / "cpu_1", tmp_path / "small")
+    assert not [tensor for tensor in adapter(tmp_path / "cpu_1") if "vision" in tensor]
+    if name in ALONE:
+        start(name, tmp_path / "small", *targets, "--per_device_train_batch_size", 1)
+        assert_same_numbers(tmp_path / "cpu_1", tmp_path / "small")
 
 
 def held_out(run_dir) -> list[float]:
     found = [record["eval_loss"] for record in numbers(run_dir) if "eval_loss" in record]
     assert len(found) == 2
     return found
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_stored_weight_is_found_under_the_models_own_names(name, family_dir):
+    """Independent: what transformers itself loads."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = family_dir(name)
+    files = weights.places(directory)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(str(directory)), attn_implementation="eager"
+        )
+    known = weights.sources(model, files)
+    expected = dict(load_plain(directory).named_parameters())  # a tied head is left out
+    assert len(expected) >= 14 and set(expected) <= set(known)
+    for parameter, value in expected.items():
+        assert torch.equal(known[parameter].read(files, model, parameter), value), parameter
+
+
+def test_all_linear_is_every_linear_layer_of_the_language_model_but_the_head(family_dir):
+    for name, count in (("qwen2", 14), ("gemma3", 14), ("phi3", 8), ("granitemoehybrid", 10)):
+        model = modeling.add_lora(
+            modeling.load_base(str(family_dir(name)), torch.float32), 8, 16, 0.0, ["all-linear"], 0
+        )
+        adapted = modeling.adapted_modules(model)
+        assert len(adapted) == count and not [module for module in adapted if "vision" in module or "head" in module]
+    with pytest.raises(UserError, match="all-linear cannot be adapted: .* 'out_proj' is incompatible with Mamba"):
+        modeling.add_lora(
+            modeling.load_base(str(family_dir("falcon_h1")), torch.float32), 8, 16, 0.0, ["all-linear"], 0
+        )

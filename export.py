@@ -3,7 +3,8 @@
     python export.py --run_dir outputs/demo/run --output_dir outputs/demo/merged
 
 W + scaling · B A is computed in float32 one weight at a time and written file by file, so merging needs the memory of
-one output file. Verifying loads the model in float32: base with adapter first, then the merged one.
+one output file. Verifying loads the model in float32: base with adapter first, then the merged one. All else that the
+base's directory holds (tokenizer, chat template, code, tensors that text does not use) is taken over as it is.
 """
 
 from sft import device, errors
@@ -17,26 +18,32 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from accelerate import init_empty_weights
 from peft import LoraConfig, PeftConfig
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from sft import artifacts, config, modeling
+from sft import artifacts, checkpoint, config, evaluation, hub, modeling, run_directory, serving, weights
 from sft.batching import collate
 from sft.card import merged_card
 from sft.config import option, require
 from sft.encoding import encode_prompt
 from sft.errors import RunFailed, UserError
-from sft.tokenizer import load_tokenizer
-from sft.weights import weights_directory
+from sft.tokenizer import explained_loading, load_tokenizer
 
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # How far a logit of the merged model may be from base + adapter, as a share of the largest logit. Both are computed in
 # float32, so the difference is the rounding of the stored weights: 8, 11 and 24 bits of mantissa.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Of the base's files: weights, in whatever form, and what is written anew.
+NOT_COPIED = re.compile(
+    r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)$|\.index\.json$|^(README\.md|Modelfile|export\.json)$"
+)
 PROBES = (
     "What is gradient accumulation?",
     "How are two cards kept in step?",
@@ -68,7 +75,7 @@ class ExportConfig:
 def main() -> None:
     settings = config.parse(ExportConfig, description=__doc__)
     if settings.push_to_hub:
-        check_hub()
+        hub.check()
     output_dir = Path(settings.output_dir)
     if output_dir.exists() and not settings.overwrite:
         raise UserError(f"output_dir {output_dir} exists; choose another directory or give --overwrite")
@@ -81,7 +88,8 @@ def main() -> None:
     adapter_dir = Path(settings.run_dir)
     lora, deltas, provenance = read_run(adapter_dir)
     base_name = settings.model_name_or_path or provenance["model_name_or_path"]
-    base_dir = weights_directory(base_name)
+    base_dir = weights.weights_directory(base_name)
+    files = weights.places(base_dir)
     for kept in (adapter_dir, base_dir):
         if output_dir.resolve() in (kept.resolve(), *kept.resolve().parents):
             raise UserError(
@@ -94,10 +102,11 @@ def main() -> None:
             f"{found[:12]}…); give the right one with --model_name_or_path"
         )
     tokenizer = load_tokenizer(base_name, settings.trust_remote_code)
+    deltas = by_stored_name(deltas, base_name, files, settings.trust_remote_code)
 
     with artifacts.new_directory(output_dir, replace=settings.overwrite) as directory:
-        dtype = write_weights(base_dir, directory, deltas, scaling(lora), settings.dtype, settings.max_shard_size_bytes)
-        write_configs(base_dir, directory, tokenizer, dtype)
+        dtype = write_weights(files, directory, deltas, scaling(lora), settings.dtype, settings.max_shard_size_bytes)
+        stop_ids = write_rest(base_dir, directory, tokenizer, dtype)
         difference = verify(base_name, adapter_dir, directory, tokenizer, dtype, settings.trust_remote_code)
         origin = {
             "base_model": provenance["model_name_or_path"],
@@ -113,40 +122,52 @@ def main() -> None:
             "versions": artifacts.library_versions(),
         }
         artifacts.write_json(directory / "export.json", origin)
-        artifacts.write_text(directory / "README.md", merged_card(origin))
+        artifacts.write_text(
+            directory / "README.md", merged_card(origin, serving.launch_lines("DIRECTORY", tokenizer, stop_ids))
+        )
+        artifacts.write_text(directory / "Modelfile", serving.modelfile(tokenizer, stop_ids))
     print(
         f"Merged {len(deltas)} weights into {output_dir} as {dtype}: logits within {difference['largest_error']:.1e} of base + "
-        f"adapter (allowed {difference['tolerance']:.0e}); the adapter itself moves them by up to {difference['largest_change']:.1e}."
+        f"adapter (allowed {difference['tolerance']:.0e}); the adapter itself moves them by up to {difference['largest_change']:.1e}.\n"
+        f"To serve it:\n{serving.launch_lines(str(output_dir), tokenizer, stop_ids)}"
     )
     if settings.push_to_hub:
-        upload(output_dir, settings.push_to_hub, settings.private)
+        hub.upload(output_dir, settings.push_to_hub, settings.private)
 
 
 def read_run(directory: Path) -> tuple[LoraConfig, dict[str, tuple[Tensor, Tensor]], dict]:
-    """The LoRA settings, its (A, B) by the base weight they change, and where the run came from.
+    """The LoRA settings, (A, B) by the parameter of the base that they change, and where the run came from.
 
-    Raises: UserError when the directory holds no adapter, or one that is not plain LoRA.
+    Raises: UserError when the directory holds no adapter, one that is not plain LoRA, or not the one that was trained.
     """
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(
             f"{directory} holds no adapter_model.safetensors; give a finished run or a checkpoint of train.py"
         )
-    lora = PeftConfig.from_pretrained(str(directory))
-    plain = isinstance(lora, LoraConfig) and not (
-        lora.use_dora or lora.fan_in_fan_out or lora.rank_pattern or lora.alpha_pattern or lora.modules_to_save
-    )
+    damage = checkpoint.problem(directory) if (directory / checkpoint.CHECKSUMS).is_file() else None
+    if (directory / "summary.json").is_file():
+        damage = run_directory.unfinished(directory)
+    if damage:
+        raise UserError(f"{directory} cannot be merged: {damage}; export a checkpoint of the run, or a copy of it")
+    with explained_loading("run_dir", str(directory)):
+        lora = PeftConfig.from_pretrained(str(directory))
     try:
         tensors = load_file(str(file))
     except SafetensorError as error:
         raise UserError(f"{file} is damaged ({error}); export a checkpoint of the run instead") from error
     pattern = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
     names = [match for name in tensors if (match := pattern.fullmatch(name))]
-    if not plain or len(names) != len(tensors):
-        raise UserError(f"{directory} is not a plain LoRA adapter; merge it with PEFT's merge_and_unload instead")
+    beyond = modeling.beyond_plain_lora(lora)
+    beyond.pop("use_rslora", None)  # a matter of `scaling` alone
+    if beyond or len(names) != len(tensors):
+        raise UserError(
+            f"{directory} is not a plain LoRA adapter ({beyond or 'other tensors'}); merge it with PEFT's merge_and_unload"
+        )
+    modules = sorted({match[1] for match in names})
     deltas = {
         f"{module}.weight": tuple(tensors[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
-        for module in sorted({match[1] for match in names})
+        for module in modules
     }
     for folder in (directory, directory.parent):  # a checkpoint's run is one level up
         if (folder / "provenance.json").is_file():
@@ -159,62 +180,75 @@ def scaling(lora: LoraConfig) -> float:
     return lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
 
 
-def write_weights(
-    base_dir: Path, directory: Path, deltas: dict, factor: float, dtype_name: str, max_shard_size_bytes: int
-) -> str:
-    """Writes the merged weights as safetensors and their index; returns the dtype's name.
-
-    Raises: UserError when a weight that the adapter changes is not in the base.
-    """
-    places, stored = {}, {}  # weight → its file; dtype → bytes, as the base is stored
-    sizes = {}
-    for file in sorted(base_dir.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118
-                part = weights.get_slice(name)
-                places[name] = file
-                sizes[name] = math.prod(part.get_shape())
-                stored[part.get_dtype()] = stored.get(part.get_dtype(), 0) + sizes[name]
-    missing = sorted(set(deltas) - set(places))
+def by_stored_name(deltas: dict, base_name: str, files: dict[str, Path], trust_remote_code: bool) -> dict:
+    """The deltas by the names that the base's files have for the weights. Raises: UserError when one is not there."""
+    configuration = modeling.load_config(base_name, trust_remote_code)
+    with modeling.explained_damage(base_name), init_empty_weights():
+        model = AutoModelForCausalLM.from_config(
+            configuration, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    known = weights.sources(model, files)
+    stored = {name: known[name].names[0] for name in deltas if name in known and not known[name].converter}
+    missing = sorted(set(deltas) - set(stored))
     if missing:
         raise UserError(
-            f"{len(missing)} of {len(deltas)} weights that the adapter changes are not in {base_dir}, first {missing[0]}; "
-            "it was trained on another architecture, or the base stores its weights under other names"
+            f"{len(missing)} of {len(deltas)} weights that the adapter changes are not in {base_name}, first {missing[0]}; "
+            "it was trained on another architecture, or the base stores these weights in another form"
         )
-    if dtype_name == "auto":
-        dtype_name = STORED_DTYPES.get(max(stored, key=stored.get), "bfloat16")
-    dtype = getattr(torch, dtype_name)
+    return {stored[name]: pair for name, pair in deltas.items()}
 
+
+def write_weights(
+    places: dict[str, Path], directory: Path, deltas: dict, factor: float, dtype_name: str, max_shard_size_bytes: int
+) -> str:
+    """Writes the merged weights as safetensors and their index; returns the name of the dtype that most of them have.
+
+    places: the base's weights and the file of each. dtype_name: of all weights; auto: each as the base stores it.
+    Raises: UserError when an adapted weight is stored in a form that cannot be added to.
+    """
+    sizes, stored = {}, {}  # bytes to write; the name of the dtype that the base has
+    for file in sorted(set(places.values())):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in (name for name in tensors.keys() if places.get(name) == file):  # noqa: SIM118
+                part = tensors.get_slice(name)
+                stored[name] = STORED_DTYPES.get(part.get_dtype())
+                if name in deltas and not stored[name]:
+                    raise UserError(
+                        f"{name} is stored as {part.get_dtype()} in {file}; merge into the unquantised base model"
+                    )
+                written = getattr(torch, dtype_name if dtype_name != "auto" else stored[name] or "bfloat16")
+                sizes[name] = math.prod(part.get_shape()) * written.itemsize
+    dtype = None if dtype_name == "auto" else getattr(torch, dtype_name)
     groups, total = [[]], 0
     for name in places:
-        size = sizes[name] * dtype.itemsize
-        if groups[-1] and total + size > max_shard_size_bytes:
+        if groups[-1] and total + sizes[name] > max_shard_size_bytes:
             groups.append([])
             total = 0
         groups[-1].append(name)
-        total += size
+        total += sizes[name]
     weight_map = {}
     for number, names in enumerate(groups, start=1):
         part = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-        save_file(
-            {name: merged_weight(places[name], name, deltas.get(name), factor, dtype) for name in names},
-            str(directory / part),
-            metadata={"format": "pt"},
-        )
+        merged = {name: merged_weight(places[name], name, deltas.get(name), factor, dtype) for name in names}
+        modeling.write_tensors(directory / part, merged)
         os.chmod(directory / part, directory.stat().st_mode & 0o666)  # safetensors makes files only for their owner
         weight_map.update(dict.fromkeys(names, part))
     if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values()) * dtype.itemsize}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         artifacts.write_json(directory / "model.safetensors.index.json", index)
-    return dtype_name
+    return dtype_name if dtype else max(filter(None, stored.values()), key=list(stored.values()).count)
 
 
 def merged_weight(
-    file: Path, name: str, pair: tuple[Tensor, Tensor] | None, factor: float, dtype: torch.dtype
+    file: Path, name: str, pair: tuple[Tensor, Tensor] | None, factor: float, dtype: torch.dtype | None
 ) -> Tensor:
-    """One weight of the base, with scaling · B A added in float32 when the adapter changes it. Raises: UserError."""
-    with safe_open(str(file), framework="pt") as weights:
-        weight = weights.get_tensor(name)
+    """One weight of the base, with scaling · B A added in float32 when the adapter changes it; dtype None: as it was.
+
+    Raises: UserError when the adapter is for a weight of another shape.
+    """
+    with safe_open(str(file), framework="pt") as tensors:
+        weight = tensors.get_tensor(name)
+    dtype = dtype if dtype and weight.is_floating_point() else weight.dtype
     if pair is not None:
         a, b = (side.float() for side in pair)
         if weight.shape != (b.shape[0], a.shape[1]):
@@ -222,26 +256,27 @@ def merged_weight(
                 f"the adapter changes a {b.shape[0]} × {a.shape[1]} weight, but {name} is {tuple(weight.shape)}"
             )
         weight = weight.float() + factor * (b @ a)
-    return weight.to(dtype).contiguous() if weight.is_floating_point() else weight
+    return weight.to(dtype).contiguous()
 
 
-def write_configs(base_dir: Path, directory: Path, tokenizer, dtype: str) -> None:
-    """Writes config.json with the new dtype, generation_config.json and the tokenizer with its chat template.
-
-    Generation ends at what ended it in the base and at the tokenizer's end of turn, which the adapter learnt to write.
-    """
+def write_rest(base_dir: Path, directory: Path, tokenizer, dtype: str) -> list[int]:
+    """Writes config.json with the new dtype, copies what else the base has, tokenizer and template byte for byte, and
+    makes generation end where the chat template ends an answer. Returns the token ids that end one."""
+    for file in base_dir.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not NOT_COPIED.search(file.name):
+            shutil.copyfile(file, directory / file.name)
     settings = artifacts.read_json(base_dir / "config.json")
-    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = dtype
+    for part in (settings, *(value for value in settings.values() if isinstance(value, dict))):  # text_config …
+        for name in ("torch_dtype", "dtype"):
+            if name in part or (part is settings and name == "dtype" and "torch_dtype" not in part):
+                part[name] = dtype
     artifacts.write_json(directory / "config.json", settings)
     path = base_dir / "generation_config.json"
     generation = artifacts.read_json(path) if path.is_file() else {"_from_model_config": True}
-    stops = generation.get("eos_token_id", settings.get("eos_token_id"))
-    stops = stops if isinstance(stops, list) else [stops]
-    generation["eos_token_id"] = list(dict.fromkeys(s for s in (*stops, tokenizer.eos_token_id) if s is not None))
+    known = SimpleNamespace(eos_token_id=generation.get("eos_token_id", settings.get("eos_token_id")))
+    generation["eos_token_id"] = evaluation.stop_token_ids(tokenizer, known)
     artifacts.write_json(directory / "generation_config.json", generation)
-    tokenizer.save_pretrained(str(directory))
-    for file in base_dir.glob("*.py"):  # code of models that need trust_remote_code
-        shutil.copy(file, directory)
+    return generation["eos_token_id"]
 
 
 def verify(base_name: str, adapter_dir: Path, directory: Path, tokenizer, dtype: str, trust_remote_code: bool) -> dict:
@@ -297,35 +332,6 @@ def probe_logits(model: torch.nn.Module, batches: list[dict]) -> Tensor:
         for batch in batches
     ]
     return torch.cat(rows).float()
-
-
-def check_hub() -> None:
-    """Refuses an upload that cannot work before anything is computed. Raises: UserError."""
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("push_to_hub needs the network, but HF_HUB_OFFLINE is set; unset it, or leave push_to_hub out")
-    if not get_token():
-        raise UserError(f"push_to_hub needs a token for {constants.ENDPOINT}; run `hf auth login` or export HF_TOKEN")
-
-
-def upload(directory: Path, repository: str, private: bool) -> None:
-    """Uploads a directory to the hub that HF_ENDPOINT names. Raises: RunFailed, leaving the directory as it is."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    api = HfApi()
-    try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repository, folder_path=str(directory), commit_message="Add the merged model"
-        )
-    except (*HfHubHTTPError.__bases__, OSError) as error:  # whichever HTTP library this version of the hub uses
-        raise RunFailed(
-            f"{repository} could not be uploaded to {api.endpoint}: {str(error).strip().splitlines()[0]}. The merged model is "
-            f"complete in {directory}; `hf upload {repository} {directory}` tries the upload alone"
-        ) from error
-    print(f"Uploaded to {commit.commit_url}")
 
 
 if __name__ == "__main__":

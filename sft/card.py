@@ -44,7 +44,7 @@ model = PeftModel.from_pretrained(base, "{settings["output_dir"]}")
 """
 
 
-def merged_card(origin: dict) -> str:
+def merged_card(origin: dict, launch_lines: str) -> str:
     """Markdown for a merged model: what it was made from, how near it is to base + adapter, how to serve it."""
     verified = origin["verified"]
     head = header(
@@ -63,6 +63,6 @@ def merged_card(origin: dict) -> str:
 | verified | logits of {verified["tokens"]} tokens within {verified["largest_error"]:.1e} of base + adapter, as a share of the largest (allowed {verified["tolerance"]:.0e}); the adapter moves them by up to {verified["largest_change"]:.1e} |
 
 ```bash
-vllm serve DIRECTORY --served-model-name NAME
+{launch_lines}
 ```
 """

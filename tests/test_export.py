@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import export
-from sft import artifacts, config, modeling
+from sft import artifacts, config, modeling, serving
 from sft.errors import RunFailed, UserError
 from sft.tokenizer import load_tokenizer
 from tests.conftest import must, run_script
@@ -131,6 +132,12 @@ def test_merged_model_equals_base_plus_adapter_in_three_dtypes(run_dir, tiny_mod
         assert tokenizer.chat_template == load_tokenizer(str(tiny_model_dir)).chat_template
         generation = json.loads((directory / "generation_config.json").read_text())
         assert generation["eos_token_id"] == [tokenizer.eos_token_id]
+        for name in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+        ):  # transformers 4 has to read them
+            assert (directory / name).read_bytes() == (tiny_model_dir / name).read_bytes(), name
         origin = json.loads((directory / "export.json").read_text())
         assert origin["adapter_sha256"] == artifacts.sha256_file(run_dir / "adapter_model.safetensors")
         assert (
@@ -140,7 +147,7 @@ def test_merged_model_equals_base_plus_adapter_in_three_dtypes(run_dir, tiny_mod
             < origin["verified"]["largest_change"]
         )
         card = (directory / "README.md").read_text()
-        assert f"base_model: {tiny_model_dir}" in card and origin["adapter_sha256"] in card
+        assert f"| base | `{tiny_model_dir}` |" in card and origin["adapter_sha256"] in card
     assert "Merged 8 weights" in capsys.readouterr().out
 
 
@@ -223,7 +230,7 @@ def test_a_refused_upload_says_where_and_keeps_the_merged_model(tmp_path, hub, m
     with pytest.raises(
         RunFailed, match=f"me/merged could not be uploaded to {endpoint}: .*model is complete in"
     ) as caught:
-        export.upload(tmp_path, "me/merged", private=True)
+        export.hub.upload(tmp_path, "me/merged", private=True)
     assert "hf_secret" not in str(caught.value)
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
 
@@ -245,3 +252,119 @@ def test_overwrite_replaces_merged_models_only(monkeypatch, tmp_path, run_dir, t
         call_export(monkeypatch, "--run_dir", run_dir, "--output_dir", run_dir, "--overwrite")
     (run_dir / "export.json").unlink()
     assert (foreign / "thesis.tex").read_text() == "years of work" and (run_dir / "adapter_model.safetensors").is_file()
+
+
+def copy_model(source: Path, target: Path, **settings) -> Path:
+    """The model in another directory, with other settings in its config.json."""
+    shutil.copytree(source, target)
+    artifacts.write_json(target / "config.json", {**artifacts.read_json(source / "config.json"), **settings})
+    return target
+
+
+def test_weights_that_the_index_does_not_name_are_left_alone(tiny_model_dir, tmp_path, monkeypatch):
+    """Mistral's repositories hold all weights a second time, in consolidated.safetensors under other names."""
+    base = copy_model(tiny_model_dir, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    first = dict(list(tensors.items())[:5])
+    parts = {"model-00001-of-00002.safetensors": first,
+             "model-00002-of-00002.safetensors": {name: tensors[name] for name in tensors if name not in first}}  # fmt: skip
+    weight_map = {name: part for part, inside in parts.items() for name in inside}
+    for part, inside in parts.items():
+        save_file(inside, base / part, metadata={"format": "pt"})
+    (base / "model.safetensors").rename(base / "consolidated.safetensors")
+    artifacts.write_json(base / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    run = make_adapter(tmp_path / "run", base)
+    call_export(monkeypatch, "--run_dir", run, "--output_dir", tmp_path / "merged")
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == tensors.keys()
+    assert not (tmp_path / "merged" / "model.safetensors.index.json").exists()
+
+
+def test_generation_and_servers_stop_where_the_template_ends_an_answer(tiny_model_dir, tmp_path, monkeypatch, capsys):
+    base = copy_model(tiny_model_dir, tmp_path / "base")
+    tokenizer = load_tokenizer(str(base))
+    end_of_text, end_of_turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    artifacts.write_json(base / "generation_config.json", {"eos_token_id": end_of_text, "temperature": 0.7})
+    run = make_adapter(tmp_path / "run", base)
+    call_export(monkeypatch, "--run_dir", run, "--output_dir", tmp_path / "merged")
+    generation = artifacts.read_json(tmp_path / "merged" / "generation_config.json")
+    assert generation == {"eos_token_id": [end_of_text, end_of_turn], "temperature": 0.7}
+    modelfile = (tmp_path / "merged" / "Modelfile").read_text()
+    assert [line for line in modelfile.splitlines() if not line.startswith("#")] == [
+        "FROM ./model.gguf",
+        'TEMPLATE """{{ range $i, $message := .Messages }}{{ with $message }}'
+        r'{{ if eq .Role "system" }}{{ "<|im_start|>system\n" }}{{ .Content }}{{ "<|im_end|>\n<|im_start|>user\n" }}{{ end }}'
+        r'{{ if eq .Role "user" }}{{ if eq $i 0 }}{{ "<|im_start|>user\n" }}{{ end }}{{ .Content }}'
+        r'{{ "<|im_end|>\n<|im_start|>assistant\n" }}{{ end }}'
+        r'{{ if eq .Role "assistant" }}{{ .Content }}{{ "<|im_end|>\n<|im_start|>user\n" }}{{ end }}{{ end }}{{ end }}"""',
+        'PARAMETER stop "<|endoftext|>"',
+        'PARAMETER stop "<|im_end|>"',
+    ]
+    launch = f'"stop_token_ids": [{end_of_text}, {end_of_turn}]'
+    said, card = capsys.readouterr().out, (tmp_path / "merged" / "README.md").read_text()
+    assert launch in said and launch in card
+    assert f"vllm serve {tmp_path / 'merged'} --served-model-name NAME" in said and "vllm serve DIRECTORY" in card
+
+
+def test_go_templates_are_written_only_where_they_are_exact(tiny_model_dir):
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + loop.length|string + m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="depend on what follows"):
+        serving.go_template(tokenizer)
+    modelfile = serving.modelfile(tokenizer, [0])
+    assert "# No TEMPLATE: this chat template" in modelfile and "\nTEMPLATE" not in modelfile
+
+
+def test_each_weight_keeps_the_dtype_that_the_base_has(tiny_model_dir, tmp_path, monkeypatch):
+    base = copy_model(tiny_model_dir, tmp_path / "base", dtype="bfloat16")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    run = make_adapter(tmp_path / "run", base)
+    call_export(monkeypatch, "--run_dir", run, "--output_dir", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {name for name, tensor in merged.items() if tensor.dtype == torch.float32} == {"model.norm.weight"}
+    assert {tensor.dtype for tensor in merged.values()} == {torch.float32, torch.bfloat16}
+    assert artifacts.read_json(tmp_path / "merged" / "config.json")["dtype"] == "bfloat16"
+
+
+def test_a_killed_export_leaves_nothing_after_the_next_one(run_dir, tmp_path, monkeypatch):
+    left = tmp_path / ".merged.tmp-abcd1234"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    call_export(monkeypatch, "--run_dir", run_dir, "--output_dir", tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_damaged_base_models_are_one_sentence(run_dir, tiny_model_dir, tmp_path, monkeypatch):
+    whole = (tiny_model_dir / "model.safetensors").read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+    cases = [  # what is wrong, the file's content, settings, words
+        ("empty", b"", {}, "could not be loaded|is damaged"),
+        ("truncated", whole[:-100], {}, "could not be loaded|is damaged"),
+        ("pointer", pointer, {}, "pointer of git-lfs"),
+        ("sizes", whole, {"hidden_size": 32}, "could not be loaded"),
+        ("heads", whole, {"num_attention_heads": 5}, "could not be loaded"),
+        ("rope", whole, {"rope_parameters": {"rope_type": "spiral"}}, "could not be loaded"),
+        ("activation", whole, {"hidden_act": "swish2000"}, "could not be loaded"),
+        ("gptq", whole, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised .gptq."),
+    ]  # fmt: skip
+    monkeypatch.setattr(export.artifacts, "model_sha256", lambda name: None)
+    for name, content, settings, words in cases:
+        base = copy_model(tiny_model_dir, tmp_path / name, **settings)
+        (base / "model.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match=words) as caught:
+            modeling.load_base(str(base), torch.float32)
+        assert "\n" not in str(caught.value), name
+        with pytest.raises(UserError, match=words):
+            call_export(
+                monkeypatch, "--run_dir", run_dir, "--output_dir", tmp_path / "out", "--model_name_or_path", base
+            )
+        assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run_dir, tmp_path):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    start = f"import sys, runpy; {limit}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    result = run_script("-c", start, "export.py", "--run_dir", run_dir, "--output_dir", tmp_path / "merged")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert f"could not write {tmp_path / 'merged'}" in result.stderr and list(tmp_path.iterdir()) == []

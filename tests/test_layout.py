@@ -10,10 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SFT = [  # a module of sft/ imports only from levels before its own
     {"masking", "terminal"},
     {"errors", "loss", "phrases", "card", "simulation"},
-    {"config", "artifacts", "tokenizer", "metrics", "template", "batching"},
+    {"config", "artifacts", "tokenizer", "metrics", "template", "batching", "hub"},
     {"dataset", "encoding", "device", "journal", "plots", "findings"},
     {"modeling", "markdown", "webpage", "watchdog"},
-    {"evaluation", "checkpoint", "packing", "weights", "report", "micro_batch", "failures"},
+    {"evaluation", "checkpoint", "packing", "serving", "weights", "report", "micro_batch", "failures"},
     {"run_directory", "results"},
 ]
 DOCTOR = [{"machine"}, {"explanations", "memory"}, {"checks", "collectives"}]  # may import all of sft/ besides

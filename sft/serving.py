@@ -4,7 +4,7 @@ import contextlib
 import json
 
 from sft.errors import UserError
-from sft.template import ChatTemplate, limited_time
+from sft.template import ChatTemplate, limited
 
 WORDS = {"system": "\u2460S\u2460", "user": "\u2461U\u2461", "assistant": "\u2462A\u2462"}  # stand for contents
 
@@ -61,7 +61,7 @@ def go_template(tokenizer) -> str:
 
     def render(*roles: str) -> str:
         messages = [{"role": role, "content": WORDS[role]} for role in roles]
-        with limited_time():
+        with limited():
             text = template.unmask(template.ask(messages, None, "auto"))
         bos = tokenizer.bos_token
         adds_bos = bos and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]  # then llama.cpp adds it as well

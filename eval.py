@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     # What results are made from; they are kept under its hash until the report is whole.
     adapter_sha256 = artifacts.sha256_file(run.directory / "adapter_model.safetensors")
     origin = {
-        "model": run.provenance["model_sha256"] or model_name,
+        "model": run.provenance.get("model_sha256") or model_name,
         "dataset_sha256": manifest["dataset_sha256"],
         "dtype": str(dtype),
         "mixed_precision": accelerator.mixed_precision,
@@ -143,10 +143,8 @@ def open_run(settings: EvalConfig) -> report.RunResults:
             f"{run.directory} is not a finished run: {lack} ({there} there); the train.py command that began it goes on "
             "from its last checkpoint and finishes it"
         )
-    if "model_name_or_path" not in run.config or "model_sha256" not in run.provenance:
-        raise UserError(f"config.json or provenance.json in {run.directory} is damaged; copy the run again")
     model_name = settings.model_name_or_path or run.config["model_name_or_path"]
-    found, trained_on = artifacts.model_sha256(model_name), run.provenance["model_sha256"]
+    found, trained_on = artifacts.model_sha256(model_name), run.provenance.get("model_sha256")
     if found and trained_on and found != trained_on:
         raise UserError(
             f"{model_name} is not the base model that {run.directory} was trained on (model_sha256 {found[:12]}…, the "
@@ -193,6 +191,7 @@ def open_output(settings: EvalConfig) -> Path:
         raise UserError(f"output_dir {output_dir} is a file; choose another directory")
     if output_dir.is_symlink() and not settings.output_dir:
         raise UserError(f"{output_dir} is a link to elsewhere; give the place to write to with --output_dir")
+    artifacts.refuse_links(output_dir)
     names = [name for name in os.listdir(output_dir) if name != LOCK] if output_dir.is_dir() else []
     unfinished = any(name.startswith((".partial-", ".report.tmp-")) for name in names)
     if names and not (report.is_report(output_dir / "report.json") or ("report.json" not in names and unfinished)):

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from sft import artifacts, checkpoint, config, evaluation, hub, modeling, run_directory, serving, weights
+from sft import artifacts, checkpoint, config, evaluation, hub, modeling, run_directory, schemas, serving, weights
 from sft.batching import collate
 from sft.card import merged_card
 from sft.config import option, require
@@ -150,6 +150,8 @@ def read_run(directory: Path) -> tuple[LoraConfig, dict[str, tuple[Tensor, Tenso
         damage = run_directory.unfinished(directory)
     if damage:
         raise UserError(f"{directory} cannot be merged: {damage}; export a checkpoint of the run, or a copy of it")
+    if (directory / "adapter_config.json").is_file():
+        artifacts.read_json(directory / "adapter_config.json", schemas.ADAPTER)
     with explained_loading("run_dir", str(directory)):
         lora = PeftConfig.from_pretrained(str(directory))
     try:
@@ -171,7 +173,7 @@ def read_run(directory: Path) -> tuple[LoraConfig, dict[str, tuple[Tensor, Tenso
     }
     for folder in (directory, directory.parent):  # a checkpoint's run is one level up
         if (folder / "provenance.json").is_file():
-            return lora, deltas, artifacts.read_json(folder / "provenance.json")
+            return lora, deltas, artifacts.read_json(folder / "provenance.json", schemas.ORIGIN)
     return lora, deltas, {"model_name_or_path": lora.base_model_name_or_path}
 
 
@@ -265,14 +267,14 @@ def write_rest(base_dir: Path, directory: Path, tokenizer, dtype: str) -> list[i
     for file in base_dir.iterdir():
         if file.is_file() and not file.name.startswith(".") and not NOT_COPIED.search(file.name):
             shutil.copyfile(file, directory / file.name)
-    settings = artifacts.read_json(base_dir / "config.json")
+    settings = artifacts.read_json(base_dir / "config.json", schemas.OBJECT)
     for part in (settings, *(value for value in settings.values() if isinstance(value, dict))):  # text_config …
         for name in ("torch_dtype", "dtype"):
             if name in part or (part is settings and name == "dtype" and "torch_dtype" not in part):
                 part[name] = dtype
     artifacts.write_json(directory / "config.json", settings)
     path = base_dir / "generation_config.json"
-    generation = artifacts.read_json(path) if path.is_file() else {"_from_model_config": True}
+    generation = artifacts.read_json(path, schemas.OBJECT) if path.is_file() else {"_from_model_config": True}
     known = SimpleNamespace(eos_token_id=generation.get("eos_token_id", settings.get("eos_token_id")))
     generation["eos_token_id"] = evaluation.stop_token_ids(tokenizer, known)
     artifacts.write_json(directory / "generation_config.json", generation)

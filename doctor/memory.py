@@ -4,7 +4,6 @@ The model is built on the meta device, which gives exact weight counts; activati
 autograd keeps for backward in the training step of this project (packed rows, fused attention, frozen base, LoRA).
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from doctor.machine import GIB, knowledge
+from sft import schemas
+from sft.artifacts import read_json
 from sft.config import TrainConfig, parse, read_yaml
 from sft.errors import UserError
 
@@ -41,7 +42,7 @@ def read_model_config(name: str):
     known = knowledge("models")["models"]
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
-        values = json.loads((path if path.is_file() else path / "config.json").read_text(encoding="utf-8"))
+        values = read_json(path if path.is_file() else path / "config.json", schemas.OBJECT)
     elif name in known:
         values = known[name]
     else:
@@ -138,7 +139,7 @@ def read_plan(settings: TrainConfig, launch: dict, max_length: int | None) -> tu
     manifest = Path(settings.dataset_dir) / "manifest.json"
     share = ASSUMED_TARGET_SHARE
     if manifest.is_file():
-        facts = json.loads(manifest.read_text(encoding="utf-8"))
+        facts = read_json(manifest, schemas.LENGTHS)
         max_length = max_length or facts["max_length"]
         share = facts["target_tokens"]["train"] / max(facts["tokens"]["train"], 1)
     else:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from sft import schemas
 from sft.errors import UserError
 
 # Letters of several scripts, composed and not, digits, blanks, line ends, signs: where tokenizers go different ways.
@@ -161,16 +162,42 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
-    """Reads a JSON file. Raises: UserError when it is missing or broken."""
+def read_json(path: str | Path, shape: Any = schemas.ANY) -> Any:
+    """Reads a JSON file and compares it with a shape of sft/schemas.py. Raises: UserError naming file and key."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of 5,000 digits, brackets without end
         raise UserError(
             f"{path} is not valid JSON ({error}); it was not written by this project or is damaged"
         ) from None
+    if wrong := schemas.mismatch(value, shape):
+        raise UserError(f"{path} is damaged or was written by another program: {wrong}")
+    return value
+
+
+def read_json_lines(path: str | Path, shape: Any) -> list[Any]:
+    """The lines of a file that are JSON of a shape; what a kill cut off or a disk spoilt is left out."""
+    values = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if not schemas.mismatch(value, shape):
+                values.append(value)
+    return values
+
+
+def refuse_links(directory: str | Path) -> None:
+    """Refuses to write where symbolic links inside the directory lead out of it. Raises: UserError naming them."""
+    inside = Path(directory).resolve()
+    found = [Path(folder) / name for folder, folders, files in os.walk(inside) for name in (*folders, *files)]
+    leading = [path for path in found if path.is_symlink() and not path.resolve().is_relative_to(inside)]
+    if leading:
+        names = ", ".join(f"{path.relative_to(inside)} → {os.readlink(path)}" for path in leading[:5])
+        raise UserError(f"{directory} holds symbolic links that lead out of it ({names}); delete them")
 
 
 @contextlib.contextmanager
@@ -238,7 +265,11 @@ def clear_leftovers(path: str | Path) -> None:
     """Removes what a killed `new_directory(path)` left, and puts back what it had moved away; nothing of a living one."""
     path = Path(path)
     is_leftover = re.compile(re.escape(f".{path.name}") + r"\.(tmp|old)-[a-z0-9_]{8}")
-    found = [one for one in sorted(path.parent.glob(".*")) if is_leftover.fullmatch(one.name) and one.is_dir()]
+    found = [
+        one
+        for one in sorted(path.parent.glob(".*"))
+        if is_leftover.fullmatch(one.name) and one.is_dir() and not one.is_symlink()
+    ]
     for leftover in reversed(found):  # the ones with locks first
         try:
             lock = os.open(leftover, os.O_RDONLY)

@@ -16,6 +16,7 @@ from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from sft import schemas
 from sft.artifacts import new_directory, read_json, sha256_file, write_json
 from sft.errors import UserError
 from sft.modeling import adapter_tensors, full_tensor, read_adapter, trainable_parameters, write_adapter, write_tensors
@@ -108,11 +109,11 @@ def problem(path: Path) -> str | None:
     if not (path / CHECKSUMS).is_file():
         return f"{path} has no {CHECKSUMS}"
     try:
-        checksums = read_json(path / CHECKSUMS)
+        checksums = read_json(path / CHECKSUMS, schemas.CHECKSUMS)
     except UserError as error:
         return str(error)
     expected_files = {"progress.json", "adapter_model.safetensors", "optimizer.safetensors"}
-    if not isinstance(checksums, dict) or not expected_files <= set(checksums):
+    if not expected_files <= set(checksums):
         return f"{path / CHECKSUMS} does not list the files of a checkpoint"
     for name, expected in checksums.items():
         if Path(name).name != name:
@@ -149,9 +150,7 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"resume_from_checkpoint {path} is not a directory; give a checkpoint-<step> directory or auto")
     if wrong := problem(path):
         raise UserError(f"cannot resume: {wrong}; choose an earlier checkpoint, or auto for the newest complete one")
-    progress = read_json(path / "progress.json")
-    if not isinstance(progress, dict) or not isinstance(progress.get("step"), int) or "provenance" not in progress:
-        raise UserError(f"{path / 'progress.json'} was not written by train.py; choose another checkpoint")
+    progress = read_json(path / "progress.json", schemas.PROGRESS)
     return Checkpoint(path, progress["step"], progress)
 
 
@@ -187,7 +186,7 @@ def remove_old(run_dir: Path, step: int, keep: int) -> None:
 def eval_loss(path: Path) -> float | None:
     """The held-out loss that was measured at the step of a checkpoint, if it was."""
     try:
-        loss = read_json(path / "progress.json").get("eval_loss")
-    except (UserError, AttributeError):  # damaged: never the best
+        loss = read_json(path / "progress.json", schemas.PROGRESS).get("eval_loss")
+    except UserError:  # damaged: never the best
         return None
     return loss if loss is not None and math.isfinite(loss) else None

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 from pyarrow import compute
 
+from sft import schemas
 from sft.artifacts import read_json, sha256_json, template_sha256, tokenizer_sha256
 from sft.errors import UserError
 
@@ -155,10 +156,9 @@ def read_manifest(directory: str | Path) -> dict:
     path = directory / "manifest.json"
     if not path.is_file():
         raise UserError(f"{directory} holds no manifest.json: it is not a data set made by data_prep.py, or not whole")
-    manifest = read_json(path)
-    hashes = manifest.get("split_sha256") if isinstance(manifest, dict) else None
-    named = isinstance(hashes, dict) and set(hashes) == set(SPLITS) and all(isinstance(h, str) for h in hashes.values())
-    if not named or sha256_json(hashes) != manifest.get("dataset_sha256"):
+    manifest = read_json(path, schemas.MANIFEST)
+    hashes = manifest.get("split_sha256") or {}
+    if set(hashes) != set(SPLITS) or sha256_json(hashes) != manifest["dataset_sha256"]:
         raise UserError(
             f"{path} is damaged, or written by an older data_prep.py that hashed less; make the data set again with "
             "data_prep.py --overwrite"

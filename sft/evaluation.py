@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
 
-from sft import modeling
-from sft.artifacts import explained_writing, read_json
+from sft import modeling, schemas
+from sft.artifacts import explained_writing, read_json, read_json_lines
 from sft.batching import collate, deal_by_tokens
 from sft.encoding import IGNORED, encode_dialogue, encode_prompt, split_thought
 from sft.template import OPENED as OPENED_THOUGHT
@@ -180,14 +180,8 @@ class PartialResults:
 
 def read_records(directory: Path) -> list[dict]:
     """The records in a directory's files of partial results, without lines that were cut off."""
-    records = []
-    for path in sorted(directory.glob(".partial-*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return records
+    paths = sorted(directory.glob(".partial-*.jsonl"))
+    return [record for path in paths for record in read_json_lines(path, schemas.RESULT)]
 
 
 def ask(
@@ -203,7 +197,7 @@ def ask(
     Loads the model each time, in fp32 on the CPU; eval.py is for many questions. trust_remote_code: whether Python code in
     the base model's directory may run; what the run's config.json says of it is ignored.
     """
-    settings = read_json(Path(run_dir) / "config.json")
+    settings = read_json(Path(run_dir) / "config.json", schemas.CONFIG)
     name = settings["model_name_or_path"]
     tokenizer = load_tokenizer(name, trust_remote_code)
     model = modeling.load_base(
@@ -220,5 +214,5 @@ def ask(
 def trained_mode(dataset_dir: str | Path) -> str:
     """ "on" when most rows of a data set were asked for with a thought, else "off", also when it is not there any more."""
     manifest = Path(dataset_dir) / "manifest.json"
-    modes = read_json(manifest).get("modes", {}) if manifest.is_file() else {}
+    modes = (read_json(manifest, schemas.MANIFEST).get("modes") or {}) if manifest.is_file() else {}
     return "on" if modes.get("thinking", 0) > modes.get("plain", 0) else "off"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from sft.artifacts import explained_writing, write_text
+from sft import schemas
+from sft.artifacts import explained_writing, read_json_lines, write_text
 from sft.errors import UserError
 
 
@@ -20,15 +21,9 @@ def check_trackers(names: list[str]) -> None:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The records of metrics.jsonl, oldest first. A last line cut off by a kill is left out."""
-    records = []
+    """The records of metrics.jsonl, oldest first. A line that is cut off or damaged is left out."""
     path = Path(run_dir) / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    return read_json_lines(path, schemas.RECORD) if path.is_file() else []
 
 
 class Journal:

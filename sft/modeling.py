@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sft import schemas
+from sft.artifacts import read_json
 from sft.device import flash_ignores_windows, is_out_of_memory
 from sft.errors import UserError
 from sft.loss import chunked_token_nll, token_nll
@@ -266,6 +268,8 @@ def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = Fal
 
     Raises: UserError when it is missing, when it was pickled, or when its tensors do not fit this base.
     """
+    if (Path(name_or_path) / "adapter_config.json").is_file():
+        read_json(Path(name_or_path) / "adapter_config.json", schemas.ADAPTER)
     with explained_loading("adapter", name_or_path):
         config = PeftConfig.from_pretrained(name_or_path)
     if Path(name_or_path).is_dir() and not (Path(name_or_path) / "adapter_model.safetensors").is_file():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft import schemas
 from sft.artifacts import read_json, write_json, write_text
 from sft.errors import UserError
 from sft.journal import read_metrics
@@ -46,17 +47,17 @@ def load_run(run_dir: str | Path) -> RunResults:
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} is not a run directory: it holds no config.json; give the output_dir of train.py")
 
-    def read(name: str, default):
-        return read_json(directory / name) if (directory / name).is_file() else default
+    def read(name: str, shape, default):
+        return read_json(directory / name, shape) if (directory / name).is_file() else default
 
     return RunResults(
         directory=directory,
-        config=read("config.json", {}),
-        provenance=read("provenance.json", {}),
-        environment=read("environment.json", {}),
-        summary=read("summary.json", {}),
+        config=read("config.json", schemas.CONFIG, {}),
+        provenance=read("provenance.json", schemas.PROVENANCE, {}),
+        environment=read("environment.json", schemas.ENVIRONMENT, {}),
+        summary=read("summary.json", schemas.SUMMARY, {}),
         metrics=read_metrics(directory),
-        report=read("eval/report.json", None),
+        report=read("eval/report.json", schemas.OBJECT, None),
         predictions=_read_lines(directory / "eval" / "predictions.jsonl"),
     )
 
@@ -200,11 +201,13 @@ def _read_lines(path: Path) -> list[dict]:
     if not path.is_file():
         return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], start=1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number} is not valid JSON ({error}); the file is damaged") from None
+        if wrong := schemas.mismatch(rows[-1], schemas.PREDICTION):
+            raise UserError(f"{path}:{number} is damaged: {wrong}")
     return rows
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 
-from sft import artifacts, batching, checkpoint, device, modeling
+from sft import artifacts, batching, checkpoint, device, modeling, schemas
 from sft.checkpoint import Checkpoint
 from sft.config import TrainConfig
 from sft.errors import UserError
@@ -160,6 +160,7 @@ def find_start(settings: TrainConfig, provenance: dict, rows: int, world_size: i
     run_dir, resume_from = Path(settings.output_dir), settings.resume_from_checkpoint
     known = is_run(run_dir)
     check_usable(settings, run_dir, known)
+    artifacts.refuse_links(run_dir)
     accumulation, global_batch_size = choose_batch_size(settings, world_size)
     steps = settings.max_steps or math.ceil(settings.num_train_epochs * math.ceil(rows / global_batch_size))
     provenance = {**provenance, "global_batch_size": global_batch_size, "total_steps": steps}
@@ -167,7 +168,8 @@ def find_start(settings: TrainConfig, provenance: dict, rows: int, world_size: i
         return Start(provenance, accumulation, known, None, False)
     if known:
         claim(run_dir)
-        refuse_another_run(artifacts.read_json(run_dir / "provenance.json"), provenance, f"output_dir {run_dir}")
+        before = artifacts.read_json(run_dir / "provenance.json", schemas.PROVENANCE)
+        refuse_another_run(before, provenance, f"output_dir {run_dir}")
         remove_leftovers(run_dir)
     if resume_from not in (None, "auto"):
         found = checkpoint.load(Path(resume_from))
@@ -218,7 +220,8 @@ def begun_global_batch_size(settings: TrainConfig) -> int | None:
         return None
     if not is_run(begun) or not (begun / "config.json").is_file():  # none, or killed as it began
         return None
-    asked, provenance = artifacts.read_json(begun / "config.json"), artifacts.read_json(begun / "provenance.json")
+    asked = artifacts.read_json(begun / "config.json", schemas.CONFIG)
+    provenance = artifacts.read_json(begun / "provenance.json", schemas.PROVENANCE)
     same = all(asked.get(name) == getattr(settings, name) for name in BATCH_SETTINGS)
     return provenance["global_batch_size"] if same else None
 
@@ -249,7 +252,7 @@ def unfinished(run_dir: Path) -> str:
     if missing:
         return f"it has no {', '.join(missing)}"
     found = artifacts.sha256_file(run_dir / "adapter_model.safetensors")
-    if artifacts.read_json(run_dir / "summary.json").get("adapter_sha256", found) != found:
+    if artifacts.read_json(run_dir / "summary.json", schemas.SUMMARY).get("adapter_sha256") not in (None, found):
         return "its adapter_model.safetensors is damaged or not the one that it wrote"
     return ""
 
@@ -273,6 +276,9 @@ def remove_leftovers(run_dir: Path) -> None:
     for path in run_dir.glob(".*.tmp-*"):
         path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
     for path in run_dir.glob(".*.old-*"):
+        if path.is_symlink():
+            path.unlink()
+            continue
         for inside in path.iterdir():  # killed between the two renames of a replacement: put the old one back
             if not (run_dir / inside.name).exists():
                 inside.rename(run_dir / inside.name)

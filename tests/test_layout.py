@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SFT = [  # a module of sft/ imports only from levels before its own
-    {"masking", "terminal"},
+    {"masking", "terminal", "schemas"},
     {"errors", "loss", "phrases", "card", "simulation"},
     {"config", "artifacts", "tokenizer", "metrics", "template", "batching", "hub"},
     {"dataset", "encoding", "device", "journal", "plots", "findings"},

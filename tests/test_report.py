@@ -39,12 +39,19 @@ CONFIG = {
     "lora_alpha": 16,
     "lora_dropout": 0.0,
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "dtype": "auto",
+    "loss_chunk_tokens": 1024,
+    "per_device_train_batch_size": 1,
 }
 PROVENANCE = {
     "model_name_or_path": CONFIG["model_name_or_path"],
     "model_sha256": "b" * 64,
     "dataset_sha256": "a" * 64,
+    "tokenizer_sha256": "c" * 64,
+    "template_sha256": "d" * 64,
     "base_dtype": "float32",
+    "global_batch_size": 4,
+    "total_steps": 91,
 }
 ENVIRONMENT = {
     "versions": {"python": "3.11.7", "torch": "2.13.0", "accelerate": "1.15.0"},
@@ -177,8 +184,11 @@ def test_what_is_not_a_run_or_damaged_is_refused(tmp_path, run_dir):
     with pytest.raises(UserError, match=r"is not a run directory: it holds no config\.json"):
         load_run(tmp_path)
     (run_dir / "eval").mkdir()
-    (run_dir / "eval" / "predictions.jsonl").write_text('{"id": 1}\nnonsense\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"predictions\.jsonl:2 is not valid JSON"):
+    (run_dir / "eval" / "predictions.jsonl").write_text("nonsense\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"predictions\.jsonl:1 is not valid JSON"):
+        load_run(run_dir)
+    (run_dir / "eval" / "predictions.jsonl").write_text('{"id": 1}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"predictions\.jsonl:1 is damaged: question is missing"):
         load_run(run_dir)
 
 

@@ -91,7 +91,7 @@ class ChatTemplate:
         self.place = ""  # of thoughts: a field of the message, tags in the content, the opened prompt, or nowhere
         self.opening = self.closing = ""  # what stands around a thought that the model says
         self.header = ""  # what the model says before an answer without one
-        self.content_parts = self.arguments_as_text = False
+        self.content_parts = self.arguments_as_text = self.knows_tools = False
         self.tail = ""  # what stands after every answer, in a template that renders each turn by itself
         with limited():
             self.compiled = {with_tools: _compile(tokenizer, with_tools) for with_tools in (False, True)}
@@ -130,13 +130,15 @@ class ChatTemplate:
             self.tail = after
         call = {"type": "function", "function": {"name": "voca", "arguments": {"a": "b"}}}
         asked = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        if "voca" not in self.probe(asked, "plain", False):
-            self.arguments_as_text = True
-            self.arguments_as_text = "voca" in self.probe(asked, "plain", False)
+        for self.arguments_as_text in (False, True):
+            if shows_calls := "voca" in self.probe(asked, "plain", False):
+                break
+        tool = {"type": "function", "function": {"name": "voca", "description": "", "parameters": {}}}
+        self.knows_tools = shows_calls or "voca" in self.probe([question], "plain", tools=[tool])
 
-    def probe(self, messages: list[dict], mode: str, ask: bool = True) -> str:
+    def probe(self, messages: list[dict], mode: str, ask: bool = True, tools: list[dict] | None = None) -> str:
         try:
-            return self.render(list(map(self.shape, messages)), None, mode, ask)
+            return self.render(list(map(self.shape, messages)), tools, mode, ask)
         except ValueError:
             return ""
 
@@ -249,7 +251,9 @@ class ChatTemplate:
                 if message.pop("thought", ""):
                     notes.add("thoughts left out, as --thinking off says")
         shaped = [self.shape(message) for message in messages]
-        has_tools = tools or any("tool_calls" in message for message in messages)
+        has_tools = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
+        if has_tools and not self.knows_tools:
+            raise ValueError("the chat template knows no tools, and the row brings some")
         answers, row = [], ""
         for position in reversed(places):
             thought = messages[position].get("thought", "")
@@ -257,7 +261,7 @@ class ChatTemplate:
             mode = "thinking" if always or (thought and thinking == "auto") else "plain"
             context = self.render(shaped[:position], tools, mode, ask=True)
             if tools and context == self.render(shaped[:position], None, mode, ask=True):
-                raise ValueError("the chat template knows no tools, and the row brings some")
+                raise ValueError("the chat template leaves out the row's `tools`")
             self.check_context(context, messages[:position])
             if row and self.tail and not has_tools and row.startswith(context):
                 whole = row[: row.index(self.tail, len(context)) + len(self.tail)]

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from preparation.records import read_dialogue
 from sft.encoding import encode_dialogues
 
 HERE = Path(__file__).parent / "templates"
@@ -236,3 +237,75 @@ def test_nearly_all_that_the_models_allow_is_accepted():
     assert len(allowed) > 900
     assert len(accepted & allowed) >= 0.95 * len(allowed)
     assert not accepted - allowed, "the documentation allows more than is written here"
+
+
+QUESTION = {"role": "user", "content": "Weather in Rome?"}
+FUNCTION = {"name": "get_weather", "arguments": {"city": "Rome"}}
+RAW_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+NO_PLACE = "no place for a thought"
+NO_TOOLS = "knows no tools"
+ROWS = {  # a row as data sets have it → targets of each sequence under Qwen3's template, and under one without thoughts and tools
+    "thought in a field": (
+        {"messages": [ASK, {"role": "assistant", "content": "It is 4.", "thinking": "two and two"}]},
+        [["<think>\ntwo and two\n</think>\n\nIt is 4.<|im_end|>"]], NO_PLACE,
+    ),
+    "thought in the answer": (
+        {"instruction": "2+2?", "input": "", "output": "<think>two and two</think>It is 4."},
+        [["<think>\ntwo and two\n</think>\n\nIt is 4.<|im_end|>"]], [["<think>two and two</think>It is 4.<|im_end|>"]],
+    ),
+    "thought and call": (
+        {"tools": json.dumps([TOOL]), "messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALL],
+                                                              "reasoning_content": "I must look"}]},
+        [["<think>\nI must look\n</think>\n\n" + RAW_CALL + "<|im_end|>"]], NO_TOOLS,
+    ),
+    "call with its result": (
+        {"messages": [QUESTION, {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+                      {"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "Sunny."}]},
+        [["I look.\n" + RAW_CALL + "<|im_end|>"], ["Sunny.<|im_end|>"]], NO_TOOLS,
+    ),
+    "call in a turn of its own": (
+        {"tools": json.dumps([TOOL["function"]]), "conversations": [
+            {"from": "human", "value": "Weather in Rome?"}, {"from": "function_call", "value": json.dumps(FUNCTION)},
+            {"from": "observation", "value": "sunny"}, {"from": "gpt", "value": "Sunny."}]},
+        [[RAW_CALL + "<|im_end|>"], ["Sunny.<|im_end|>"]], NO_TOOLS,
+    ),
+    "call without a name": (
+        {"conversations": [{"from": "human", "value": "Weather?"}, {"from": "function_call", "value": "{}"},
+                           {"from": "observation", "value": "sunny"}, {"from": "gpt", "value": "Sunny."}]},
+        [["{}<|im_end|>"], ["Sunny.<|im_end|>"]], NO_TOOLS,
+    ),
+    "turn of weight 0": (
+        {"messages": [ASK, {**TELL, "weight": 0}, AND, {**SO, "weight": 1}]}, [["It is 6.<|im_end|>"]], [["It is 6.<|im_end|>"]],
+    ),
+    "greeting": (
+        {"conversations": [{"from": "gpt", "value": "Hello!"}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        [["4<|im_end|>"]], [["4<|im_end|>"]],
+    ),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "value": "2+2?"}]},
+                      {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
+        [["4<|im_end|>"]], [["4<|im_end|>"]],
+    ),
+    "lists": (
+        {"prompt": [{"role": "developer", "content": "Be brief."}, ASK], "completion": [TELL]},
+        [["It is 4.<|im_end|>"]], [["It is 4.<|im_end|>"]],
+    ),
+    "null system": (
+        {"messages": [{"role": "system", "content": None}, ASK, TELL]}, [["It is 4.<|im_end|>"]], [["It is 4.<|im_end|>"]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_of_today_are_trained_whole_or_refused_by_name(row):
+    written, with_thinking, without = ROWS[row]
+    dialogue = read_dialogue(written)
+    names = {"qwen3": with_thinking} if TRL else {}
+    for name, expected in {**names, "internlm2": without}.items():
+        tokenizer = tokenizer_of(name)
+        sequences = encode_dialogues(tokenizer, [dialogue.messages], 512, tools=[dialogue.tools])
+        if isinstance(expected, str):
+            assert expected in sequences[0].reason
+            assert not sequences[0].input_ids
+        else:
+            assert [targets(tokenizer, one) for one in sequences] == expected

@@ -407,10 +407,13 @@ def test_what_the_template_leaves_out_is_refused_by_name(tokenizers):
     tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
     calling = [*turns("Hi"), {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
     after = [*calling, {"role": "tool", "content": "sky"}, {"role": "assistant", "content": "Blue."}]
+    hearing = build("{{ tools[0].function.name if tools }}" + CHATML)  # of tools, not of calls
     deaf = build(CHATML.replace("{{ m['content'] }}", "{% if m['role'] != 'system' %}{{ m['content'] }}{% endif %}"))
     for tokenizer, row, brought, reason in (
-        (tokenizers["chatml"], calling, None, "leaves out tool calls"),
-        (tokenizers["chatml"], after, None, "leaves out tool calls"),
+        (tokenizers["chatml"], calling, None, "knows no tools"),
+        (tokenizers["chatml"], after, None, "knows no tools"),
+        (hearing, calling, tools, "leaves out tool calls"),
+        (hearing, after, tools, "leaves out tool calls"),
         (tokenizers["chatml"], turns("a", "b"), tools, "knows no tools"),
         (deaf, turns("a", "b", system="Be kind."), None, "leaves out or rewrites a system turn"),
     ):

@@ -211,6 +211,14 @@ def encode_prompt(
     return encoder.tokens(encoder.encode([text])[0])
 
 
+def end_token_ids(tokenizer) -> set[int]:
+    """Ids of the special tokens that end what the model says, an answer or a tool call. Raises: UserError."""
+    try:
+        return _encoder(tokenizer).template.ends()
+    except ValueError as error:
+        raise UserError(f"how the chat template ends an answer cannot be told: {error}") from None
+
+
 def split_thought(tokenizer, text: str) -> tuple[str, str]:
     """(thought, answer) of what a model said, decoded with its special tokens; what ends the answer goes.
 

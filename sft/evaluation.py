@@ -13,7 +13,7 @@ from accelerate.utils import gather_object, send_to_device
 from sft import modeling, schemas
 from sft.artifacts import explained_writing, read_json, read_json_lines
 from sft.batching import collate, deal_by_tokens
-from sft.encoding import IGNORED, encode_dialogue, encode_prompt, split_thought
+from sft.encoding import IGNORED, encode_prompt, end_token_ids, split_thought
 from sft.template import OPENED as OPENED_THOUGHT
 from sft.tokenizer import load_tokenizer
 
@@ -69,15 +69,11 @@ def prompt_length(labels: list[int]) -> int:
 
 
 def stop_token_ids(tokenizer, generation_config) -> list[int]:
-    """Token ids that end an answer: the one that the chat template puts after it, and every end of sequence that the
+    """Token ids that end an answer: those that the chat template puts after it, and every end of sequence that the
     tokenizer and the model's generation_config know (models are trained to end with the one or with the other)."""
-    turn = encode_dialogue(
-        tokenizer, [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}], max_length=1 << 20
-    )
-    end_of_turn = next(label for label in reversed(turn.labels) if label != IGNORED)
     configured = generation_config.eos_token_id
     configured = configured if isinstance(configured, list) else [configured]
-    return sorted({end_of_turn, tokenizer.eos_token_id, *configured} - {None})
+    return sorted({*end_token_ids(tokenizer), tokenizer.eos_token_id, *configured} - {None})
 
 
 def read_answer(tokenizer, prompt: list[int], tokens: list[int], stop_ids: list[int]) -> dict:

@@ -33,6 +33,8 @@ OPENED = re.compile(r"<(think|thinking|thought)>(\s*)\Z")  # a prompt that opens
 THOUGHT_TAG = re.compile(r"</?(think|thinking|thought)>")
 CONTROL = re.compile(r"<[|｜].*[|｜]>")  # what control tokens look like, also where the tokenizer calls them ordinary
 
+PROBED_CALL = {"type": "function", "function": {"name": "voca", "arguments": {"a": "b"}}}
+
 FAMILIES = {  # what only one family's templates write → its name
     "<｜Assistant｜>": "DeepSeek", "[gMASK]": "GLM", "<|START_OF_TURN_TOKEN|>": "Cohere", "<|turn>": "Gemma 4",
     "<start_of_turn>": "Gemma", "<|start_header_id|>": "Llama 3", "<|channel|>": "gpt-oss", "<|im_sep|>": "Phi-4",
@@ -128,8 +130,7 @@ class ChatTemplate:
         longer = self.probe([question, answer] * 2, "plain", False)
         if not self.place and not self.switch and longer.startswith(plain) and ALIAS.search(after):
             self.tail = after
-        call = {"type": "function", "function": {"name": "voca", "arguments": {"a": "b"}}}
-        asked = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        asked = [question, {"role": "assistant", "content": "", "tool_calls": [PROBED_CALL]}]
         for self.arguments_as_text in (False, True):
             if shows_calls := "voca" in self.probe(asked, "plain", False):
                 break
@@ -295,6 +296,16 @@ class ChatTemplate:
         last = next((found for found in ends if self.names[int(found[1])] == eos), ends[-1])
         target, tail = said[: last.end()], said[last.end() :]
         return Answer(context, target, tail, ends[0].end(), self.refer(target, message), notes)
+
+    def ends(self) -> set[int]:
+        """Ids of the special tokens that end an answer (the first after it, and the last) or a call. Raises: ValueError."""
+        question, answer = {"role": "user", "content": "Quero"}, {"role": "assistant", "content": "Respondeo"}
+        (found,) = self.answers([question, answer], None)
+        names = {ALIAS.findall(found.target[: found.first_end])[-1], ALIAS.findall(found.target)[-1]}
+        with contextlib.suppress(ValueError):
+            (found,) = self.answers([question, {**answer, "content": "", "tool_calls": [PROBED_CALL]}], None)
+            names.add(ALIAS.findall(found.target)[-1])
+        return {self.special[self.names[int(number)]][0] for number in names}
 
     def refer(self, target: str, message: dict) -> str:
         """What the model should say after its thought, as text: the answer and the calls."""

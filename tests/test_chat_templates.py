@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from preparation.records import read_dialogue
-from sft.encoding import encode_dialogues
+from sft.encoding import encode_dialogues, end_token_ids
 
 HERE = Path(__file__).parent / "templates"
 TRL = importlib.util.find_spec("trl")  # not imported: its files are enough
@@ -198,6 +198,25 @@ def test_the_table_has_each_cell():
     assert len(CONVERSATIONS) == 14
     assert OUTCOMES.keys() == TEMPLATES.keys()
     assert all(outcomes.keys() == CONVERSATIONS.keys() for outcomes in OUTCOMES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cohere2", {"<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"}),
+        ("deepseek_r1_distill", {"<｜end▁of▁sentence｜>"}),
+        ("gemma4", {"<turn|>", "<|tool_response>"}),
+        ("glm4moe", {"<|endoftext|>"}),
+        ("gptoss", {"<|return|>", "<|call|>"}),
+        ("lfm2_v2", {"<|im_end|>"}),
+        ("phi3", {"<|end|>", "<|endoftext|>"}),
+        ("qwen3", {"<|im_end|>"}),
+    ],
+)
+@needs_trl
+def test_what_ends_an_answer_or_a_call_is_known(name, expected):
+    tokenizer = tokenizer_of(name)
+    assert set(tokenizer.convert_ids_to_tokens(list(end_token_ids(tokenizer)))) == expected
 
 
 # What the models' documentation allows, by the beginning of the template's name.

@@ -13,7 +13,6 @@ if __name__ == "__main__":
     device.follow_launcher()
 
 import contextlib
-import hashlib
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader
 from sft import batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, weights
 from sft.config import TrainConfig
 from sft.dataset import Dataset
+from sft.dropout import DropoutRows, own_dropout
 from sft.errors import UserError
 from sft.failures import explained_memory, fail_on_non_finite
 from sft.journal import check_trackers
@@ -124,6 +124,7 @@ class Learner:
     model: torch.nn.Module
     peft_model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    dropout: DropoutRows
     parameters: tuple[int, int, int]  # trainable, all, and held by this rank
 
 
@@ -145,12 +146,13 @@ def build_learner(settings: TrainConfig, dtype: torch.dtype, resumed: checkpoint
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
     )
-    model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens)
+    dropout = own_dropout(peft_model, settings.seed)
+    model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens, dropout)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights.fill_from_disk(model, settings.model_name_or_path, accelerator.device)
     if resumed:
         checkpoint.restore_optimizer(resumed, model, optimizer.optimizer)
-    return Learner(model, peft_model, optimizer, (trainable, total, modeling.held_parameters(model)))
+    return Learner(model, peft_model, optimizer, dropout, (trainable, total, modeling.held_parameters(model)))
 
 
 def put_adapter_on(base, settings: TrainConfig):
@@ -240,7 +242,7 @@ def take_step(run: "Run", step: int, batches) -> bool:
         run.watchdog.reached(step + 1, "forward")
         batch = next(batches)
         rows = rows_of_ranks[accelerator.process_index]
-        seed_dropout(run.settings, step, rows)
+        learner.dropout.begin(step, rows)
         last = index + 1 == len(layout)
         with (
             contextlib.nullcontext() if last else accelerator.no_sync(learner.model),
@@ -338,13 +340,6 @@ def learning_rate_at(step: int, total_steps: int, settings: TrainConfig) -> floa
     done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     shape = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
     return settings.learning_rate * shape[settings.lr_scheduler_type]
-
-
-def seed_dropout(settings: TrainConfig, step: int, rows: list[int]) -> None:
-    """Makes dropout a function of (seed, step, first row), so that resuming needs no generator state of any device."""
-    if settings.lora_dropout:
-        key = f"{settings.seed} {step} {rows[:1]}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7], "big"))
 
 
 def exchange(accelerator, nll_sum: torch.Tensor, grad_norm: torch.Tensor, stop: bool) -> np.ndarray:

@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sft import schemas
 from sft.artifacts import read_json
 from sft.device import flash_ignores_windows, is_out_of_memory
+from sft.dropout import DropoutRows
 from sft.errors import UserError
 from sft.loss import chunked_token_nll, token_nll
 from sft.tokenizer import BEFORE_5, explained_loading
@@ -321,9 +322,10 @@ class TargetLoss(torch.nn.Module):
     forward: the tensors of `batching.collate` → nats per target token, (n,) float32.
     """
 
-    def __init__(self, model: torch.nn.Module, chunk_tokens: int = 1024):
+    def __init__(self, model: torch.nn.Module, chunk_tokens: int = 1024, dropout: DropoutRows | None = None):
         super().__init__()
         self.model = model
+        self.dropout = dropout
         self.chunk_tokens = chunk_tokens
         self.packs, self.sharded = True, False  # `packing.choose_forward` asks the model itself
         kinds = {type(module).__name__ for module in self.causal.modules()}
@@ -350,6 +352,8 @@ class TargetLoss(torch.nn.Module):
     ) -> Tensor:
         if not self.packs:
             return self.rows_alone(input_ids, target_positions, target_ids, segment_lengths)
+        if self.dropout:
+            self.dropout.pack(segment_lengths)
         longest = max(segment_lengths)
         arguments = {
             "input_ids": input_ids, "position_ids": position_ids, "segment_lengths": segment_lengths,
@@ -370,7 +374,9 @@ class TargetLoss(torch.nn.Module):
     ) -> Tensor:
         """What `forward` returns, by one call of the language model per row, as if there were no others."""
         positions, parts, start, first = target_positions.tolist(), [], 0, 0
-        for end in itertools.accumulate(segment_lengths):
+        for number, end in enumerate(itertools.accumulate(segment_lengths)):
+            if self.dropout and self.training:
+                self.dropout.begin_row(number)
             last = bisect.bisect_left(positions, end)
             parts.append(
                 self.nll(

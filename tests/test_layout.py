@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SFT = [  # a module of sft/ imports only from levels before its own
     {"masking", "terminal", "schemas"},
-    {"errors", "loss", "phrases", "card", "simulation"},
+    {"errors", "loss", "dropout", "phrases", "card", "simulation"},
     {"config", "artifacts", "tokenizer", "metrics", "template", "batching", "hub"},
     {"dataset", "encoding", "device", "journal", "plots", "findings"},
     {"modeling", "markdown", "webpage", "watchdog"},

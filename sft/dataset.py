@@ -10,7 +10,7 @@ from pyarrow import compute
 
 from sft import schemas
 from sft.artifacts import read_json, sha256_json, template_sha256, tokenizer_sha256
-from sft.errors import UserError
+from sft.errors import RunFailed, UserError
 
 # labels: not shifted, labels[i] is input_ids[i] or -100. question and reference are texts for the report.
 SCHEMA = pyarrow.schema(
@@ -103,12 +103,13 @@ class Dataset:
                 )
 
     def check_unchanged(self) -> None:
-        """Raises: UserError when a file that is read as training goes on has been changed in place since it was verified."""
+        """Raises: RunFailed when a file that is read as training goes on was replaced or written to since it was verified."""
         for path, seen in self._files.items():
-            if _identity(path) != seen:
-                raise UserError(
-                    f"{path} was changed while it was in use; stop what writes to it and make the data set again with "
-                    "data_prep.py --overwrite, which never changes a file in place"
+            if not path.is_file() or _identity(path) != seen:
+                raise RunFailed(
+                    f"{path} was changed while it was in use; stop what writes to it, make the data set again with "
+                    "data_prep.py --overwrite, and give the same command again",
+                    here_only=True,
                 )
 
     def _open(self, name: str):
@@ -138,6 +139,17 @@ class Dataset:
                 f"{path} does not hold the rows that {self.directory / 'manifest.json'} names (SHA-256 {found[:12]}… instead of "
                 f"{self.manifest['split_sha256'][name][:12]}…): it was changed or damaged; {self._remedy()}"
             )
+        counts = {
+            "rows_written": len(table),
+            "tokens": compute.sum(table["length"], min_count=0).as_py(),
+            "target_tokens": compute.sum(table["target_tokens"], min_count=0).as_py(),
+        }
+        for what, count in counts.items():
+            if count != self.manifest[what][name]:
+                raise UserError(
+                    f"{self.directory / 'manifest.json'} is damaged: it says {what} {self.manifest[what][name]}, and {path} has "
+                    f"{count}; {self._remedy()}"
+                )
         if not in_memory:
             self._files[path] = before
         features = datasets.Features.from_arrow_schema(SCHEMA)

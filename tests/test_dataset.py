@@ -11,7 +11,7 @@ import pytest
 
 from sft.artifacts import sha256_json
 from sft.dataset import SCHEMA, Dataset, split_sha256
-from sft.errors import UserError
+from sft.errors import RunFailed, UserError
 from tests.conftest import make_rows, must, run_script, train, write_jsonl
 
 TWO_ROWS = [
@@ -151,8 +151,23 @@ def test_what_is_not_a_data_set_is_said(tmp_path, copy):
     for damaged in ([], {}, {**manifest, "split_sha256": None}, {**manifest, "dataset_sha256": "0" * 64},
                     {**manifest, "split_sha256": {**manifest["split_sha256"], "eval": 7}}):  # fmt: skip
         path.write_text(json.dumps(damaged))
-        with pytest.raises(UserError, match=r"manifest\.json is damaged, or written by an older data_prep\.py"):
+        with pytest.raises(
+            UserError,
+            match=r"manifest\.json is damaged(, or written by an older data_prep\.py| or was written by another)",
+        ):
             Dataset(copy)
+
+
+@pytest.mark.parametrize("name", ["rows_written", "tokens", "target_tokens"])
+def test_a_count_that_is_not_that_of_the_rows_is_refused(copy, name):
+    path = copy / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest[name]["eval"] += 1
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(
+        UserError, match=rf"manifest\.json is damaged: it says {name} \d+, and .*/eval/data-.* has \d+; make"
+    ):
+        Dataset(copy, ("eval",))
 
 
 def test_rows_that_were_read_stay_when_the_file_is_written_to(copy):
@@ -175,7 +190,10 @@ def test_a_file_that_is_too_large_for_memory_is_watched(copy, monkeypatch):
     with open(path, "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
-    with pytest.raises(UserError, match="was changed while it was in use"):
+    with pytest.raises(RunFailed, match="was changed while it was in use"):
+        data.check_unchanged()
+    path.unlink()
+    with pytest.raises(RunFailed, match="was changed while it was in use"):
         data.check_unchanged()
 
 

@@ -30,7 +30,7 @@ from sft.dropout import DropoutRows, own_dropout
 from sft.errors import UserError
 from sft.failures import explained_memory, fail_on_non_finite
 from sft.journal import check_trackers
-from sft.run_directory import RunDirectory, describe_inputs
+from sft.run_directory import RunDirectory, describe_inputs, out_of_patience
 from sft.tokenizer import load_tokenizer
 from sft.watchdog import Watchdog
 
@@ -60,7 +60,7 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
     )
     if directory.start.complete:
         accelerator.print(
-            f"{directory.path} is complete at step {directory.total_steps}: nothing to do (overwrite_output_dir starts anew)."
+            f"{directory.path} is complete at step {directory.first_step}: nothing to do (overwrite_output_dir starts anew)."
         )
         return
     learner = build_learner(settings, inputs.dtype, directory.start.checkpoint, accelerator)
@@ -102,7 +102,8 @@ def read_inputs(settings: TrainConfig, accelerator) -> Inputs:
             "with data_prep.py, which leaves out rows that have nothing to learn"
         )
     dtype = device.base_dtype(settings.dtype, accelerator.device)
-    return Inputs(data, train_rows, data.eval, dtype, describe_inputs(settings, data.manifest, dtype))
+    provenance = describe_inputs(settings, data.manifest, dtype, accelerator.mixed_precision)
+    return Inputs(data, train_rows, data.eval, dtype, provenance)
 
 
 def plan_batches(settings: TrainConfig, train_rows, directory: RunDirectory) -> batching.BatchPlan:
@@ -203,31 +204,35 @@ def train(run: "Run", loader: DataLoader) -> bool:
     Raises: RunFailed on all ranks together when a loss or gradient is not finite, before the optimizer is touched.
     """
     settings, accelerator = run.settings, run.accelerator
-    first_step, last_step = run.directory.first_step, min(run.total_steps, settings.stop_at_step or run.total_steps)
-    if first_step == 0 and settings.eval_on_start:
-        run.evaluate(0)
-    if first_step >= last_step:
-        if first_step < run.total_steps:
-            accelerator.print(f"Already at step {first_step}, stop_at_step is {last_step}: nothing to do.")
-        return first_step == run.total_steps
-    batches = iter(loader)
+    last_step = min(run.total_steps, settings.stop_at_step or run.total_steps)
+    if run.done == 0 and settings.eval_on_start:
+        run.evaluate()
+    if run.ended:  # by an earlier start, which was killed before it left its results
+        return True
+    if run.done >= last_step:
+        accelerator.print(f"Already at step {run.done}, stop_at_step is {last_step}: nothing to do.")
+        return False
+    batches, stopping = iter(loader), False
     run.learner.model.train()
-    for step in range(first_step, last_step):
-        stopping = take_step(run, step, batches)
-        done = step + 1
-        stopping |= done == last_step
-        epoch_ends = done % run.plan.steps_per_epoch == 0 or done == run.total_steps
-        if done % settings.eval_steps == 0 if settings.eval_steps else epoch_ends:
-            run.evaluate(done)
-        if stopping or (done % settings.save_steps == 0 if settings.save_steps else epoch_ends):
-            run.save(done)
-        if stopping and done < run.total_steps:
-            accelerator.print(
-                f"Stopped after step {done} of {run.total_steps}; everything is in {run.directory.last_checkpoint}. "
-                f"{how_to_go_on(settings, done)}"
-            )
-            return False
-    return True
+    while not stopping:
+        asked_to_stop = take_step(run, run.done, batches)
+        run.done += 1
+        run.progress["eval_loss"] = None
+        last = run.done == run.total_steps
+        epoch_ends = last or run.done % run.plan.steps_per_epoch == 0
+        evaluates = last or (run.done % settings.eval_steps == 0 if settings.eval_steps else epoch_ends)
+        if evaluates:
+            run.evaluate()
+        stopping = asked_to_stop or run.ended or run.done == last_step
+        saves = run.done % settings.save_steps == 0 if settings.save_steps else epoch_ends
+        if saves or stopping:
+            run.save()
+    if not run.ended:
+        accelerator.print(
+            f"Stopped after step {run.done} of {run.total_steps}; everything is in {run.directory.last_checkpoint}. "
+            f"{how_to_go_on(settings, run.done)}"
+        )
+    return run.ended
 
 
 def take_step(run: "Run", step: int, batches) -> bool:
@@ -267,7 +272,7 @@ def take_step(run: "Run", step: int, batches) -> bool:
     learner.optimizer.zero_grad()
 
     step_time_s = time.perf_counter() - started
-    run.train_time_s += step_time_s
+    run.progress["train_time_s"] += step_time_s
     done = step + 1
     if done % run.settings.logging_steps == 0 or done == run.total_steps:
         run.record(done, ranks[:, 0].sum() / target_count, learning_rate, ranks[0, 1], step_time_s)
@@ -280,11 +285,22 @@ class Run:
     def __init__(self, settings, accelerator, directory, inputs, plan, learner, watchdog):
         self.settings, self.accelerator, self.directory, self.inputs = settings, accelerator, directory, inputs
         self.plan, self.learner, self.watchdog = plan, learner, watchdog
-        self.total_steps = directory.total_steps
-        progress = directory.start.checkpoint.progress if directory.start.checkpoint else {}
-        self.best = progress.get("best")  # {"step", "eval_loss"} of the lowest held-out loss so far
-        self.last_eval = (0, math.nan)  # step and loss
-        self.train_time_s = progress.get("train_time_s", 0.0)
+        self.total_steps, self.done = directory.total_steps, directory.first_step
+        self.progress = {  # what the next checkpoint says, beside its step; losses in nats per target token
+            "best": None,  # {"step", "eval_loss"} of the lowest held-out loss so far
+            "eval_loss": None,  # after the step that was just done, if it was measured there
+            "evaluations_since_best": 0,
+            "train_time_s": 0.0,
+            **(directory.start.checkpoint.progress if directory.start.checkpoint else {}),
+        }
+        self.best_adapter = None  # its tensors, on the main process
+        if settings.deliver == "best" and accelerator.is_main_process:
+            self.best_adapter = checkpoint.read_best(directory.start.checkpoint)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to train: the last step is done, or early stopping ends the run before it."""
+        return self.done >= self.total_steps or out_of_patience(self.settings, self.progress)
 
     def record(self, step: int, loss: float, learning_rate: float, grad_norm: float, step_time_s: float) -> None:
         """Writes the numbers of an optimizer step, counted from 1; loss in nats per target token of its global batch."""
@@ -307,28 +323,36 @@ class Run:
             }
         )
 
-    def evaluate(self, step: int) -> None:
-        """Writes the held-out loss, Σ nats / Σ target tokens over all held-out rows, and remembers the lowest."""
-        rows = self.inputs.eval_rows
+    def evaluate(self) -> None:
+        """Writes the held-out loss, Σ nats / Σ target tokens over all held-out rows, and keeps the adapter if it is the
+        lowest yet."""
+        rows, learner = self.inputs.eval_rows, self.learner
         if len(rows) == 0:
             return
         tokens = self.plan.per_device_train_batch_size * max(rows["length"])
-        self.watchdog.reached(step, "evaluation")
-        nll = evaluation.row_nll(self.learner.model, rows, self.accelerator, tokens, progress=self.watchdog)
+        self.watchdog.reached(self.done, "evaluation")
+        nll = evaluation.row_nll(learner.model, rows, self.accelerator, tokens, progress=self.watchdog)
         target_tokens = sum(rows["target_tokens"])
-        loss = float(nll.sum() / target_tokens)
-        self.last_eval = (step, loss)
-        if step and math.isfinite(loss) and (self.best is None or loss < self.best["eval_loss"]):
-            self.best = {"step": step, "eval_loss": loss}
-        self.directory.journal.write({"step": step, "eval_loss": loss, "eval_target_tokens": target_tokens})
+        measured = {"step": self.done, "eval_loss": float(nll.sum() / target_tokens)}
+        self.directory.journal.write({**measured, "eval_target_tokens": target_tokens})
+        if self.done == 0:
+            return
+        best = self.progress["best"]
+        self.progress["eval_loss"] = measured["eval_loss"]
+        if math.isfinite(measured["eval_loss"]) and (best is None or measured["eval_loss"] < best["eval_loss"]):
+            self.progress |= {"best": measured, "evaluations_since_best": 0}
+            if self.settings.deliver == "best":
+                tensors = modeling.adapter_tensors(learner.model, learner.peft_model)
+                self.best_adapter = {name: tensor.clone() for name, tensor in tensors.items()}
+        else:
+            self.progress["evaluations_since_best"] += 1
 
-    def save(self, step: int) -> None:
+    def save(self) -> None:
         """Writes checkpoint-<step>; every rank waits until it is complete."""
-        eval_loss = self.last_eval[1] if self.last_eval[0] == step else None
-        progress = {"eval_loss": eval_loss, "best": self.best, "train_time_s": self.train_time_s}
-        self.watchdog.reached(step, "saving")
-        learner = self.learner
-        self.directory.save(step, progress, learner.model, learner.peft_model, learner.optimizer.optimizer)
+        best = self.progress["best"]
+        other_best = self.best_adapter if best and best["step"] != self.done else None
+        self.watchdog.reached(self.done, "saving")
+        self.directory.save(self.done, self.progress, self.learner, other_best)
         self.watchdog.last_checkpoint = self.directory.where_to_go_on()
 
 
@@ -364,11 +388,10 @@ def how_to_go_on(settings: TrainConfig, done: int) -> str:
 
 def finish(run: Run) -> None:
     """Leaves the adapter, its card, the plot and summary.json at the top of the run directory."""
-    run.watchdog.reached(run.total_steps, "finishing")
-    tensors = modeling.adapter_tensors(run.learner.model, run.learner.peft_model)
+    run.watchdog.reached(run.done, "finishing")
     memory = [device.peak_memory_bytes(run.accelerator.device), run.learner.parameters[2]]
     peaks, held = run.accelerator.gather(torch.tensor([memory], device=run.accelerator.device)).T.tolist()
-    device.run_on_main(run.accelerator, lambda: results.write(run, tensors, peaks, held))
+    device.run_on_main(run.accelerator, lambda: results.write(run, peaks, held))
 
 
 if __name__ == "__main__":

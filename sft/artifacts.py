@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -111,6 +112,12 @@ def library_versions() -> dict[str, str]:
     return found
 
 
+def sync_file(path: str | Path) -> None:
+    """Makes a file's content durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_directory(path: str | Path) -> None:
     """Makes renames inside a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -122,13 +129,22 @@ def sync_directory(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def explained_writing(path: str | Path) -> Iterator[None]:
-    """Turns what the file system refuses into one sentence. Raises: UserError instead of OSError."""
+    """Turns what the file system refuses, while `path` is written, into one sentence with its true cause.
+
+    Raises: UserError instead of OSError.
+    """
     try:
         yield
     except OSError as error:
+        what = "write"
+        if isinstance(error.filename, str):
+            file, asked = Path(error.filename).absolute(), Path(path).absolute()
+            if file != asked and file not in asked.parents and asked.parent not in file.parents:
+                path, what = file, "use"  # another file, which was read for the one to be written
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.errno is None
         raise UserError(
-            f"could not write {path}: {error.strerror or error}; what was complete before is untouched: "
-            "free space or choose another place, then run the same command again"
+            f"could not {what} {path}: {error.strerror or error}; what was complete before is untouched: "
+            f"{'free space or ' if full else ''}choose another place, then run the same command again"
         ) from error
 
 

@@ -17,6 +17,9 @@ def model_card(settings: dict, provenance: dict, summary: dict) -> str:
     if summary["eval_loss"] is not None:
         start = f"{summary['first_eval_loss']:.4f} → " if summary["first_eval_loss"] != summary["eval_loss"] else ""
         held_out = f"| held-out loss (nats per target token) | {start}{summary['eval_loss']:.4f} |\n"
+    delivered = summary["delivered"]
+    if delivered["step"] != summary["steps"]:
+        held_out += f"| this adapter | of step {delivered['step']}, with the lowest held-out loss, {delivered['eval_loss']:.4f} |\n"
     simulated = "\n**Made on a simulated Ascend, not on hardware.**\n" if summary["simulated"] else ""
     head = header(
         provenance["model_name_or_path"], library_name="peft", pipeline_tag="text-generation", tags=["lora", "sft"]

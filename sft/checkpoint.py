@@ -22,6 +22,8 @@ from sft.errors import UserError
 from sft.modeling import adapter_tensors, full_tensor, read_adapter, trainable_parameters, write_adapter, write_tensors
 
 CHECKSUMS = "checksums.json"
+ADAPTER, OPTIMIZER, BEST = "adapter_model.safetensors", "optimizer.safetensors", "best_adapter.safetensors"
+FILES = ("adapter_config.json", ADAPTER, OPTIMIZER, BEST, "progress.json", CHECKSUMS)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -85,23 +87,34 @@ def shard_like(whole: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tens
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def collect(model: torch.nn.Module, peft_model: PeftModel, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """(adapter tensors, optimizer tensors) as a checkpoint holds them, whole and on the CPU. Call it on every rank."""
-    return adapter_tensors(model, peft_model), optimizer_tensors(model, optimizer)
+def collect(model: torch.nn.Module, peft_model: PeftModel, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """The tensors of a checkpoint by file and name, whole and on the CPU. Call it on every rank."""
+    return {ADAPTER: adapter_tensors(model, peft_model), OPTIMIZER: optimizer_tensors(model, optimizer)}
 
 
-def write(path: Path, step: int, progress: dict, contents: tuple[dict, dict], peft_model: PeftModel) -> None:
-    """Writes the checkpoint directory `path`, on the main process; contents: what `collect` gave.
+def write(path: Path, progress: dict, files: dict[str, dict], peft_model: PeftModel) -> None:
+    """Writes the checkpoint directory `path`, on the main process; files: what `collect` gave, and perhaps BEST.
 
     Raises: UserError when the file system refuses.
     """
-    adapter, moments = contents
     with new_directory(path, replace=True) as directory:
-        write_adapter(directory, adapter, peft_model)
-        write_tensors(directory / "optimizer.safetensors", moments)
-        write_json(directory / "progress.json", {"step": step, **progress})
+        write_adapter(directory, files[ADAPTER], peft_model)
+        for name, tensors in files.items():
+            if name != ADAPTER:
+                write_tensors(directory / name, tensors)
+        write_json(directory / "progress.json", progress)
         names = sorted(p.name for p in directory.iterdir())
         write_json(directory / CHECKSUMS, {name: sha256_file(directory / name) for name in names})
+
+
+def read_best(checkpoint: "Checkpoint | None") -> dict | None:
+    """The adapter with the lowest held-out loss up to a checkpoint, which it holds itself; None when it does not, as when
+    there was no evaluation yet or the run was to deliver its last adapter. On the main process."""
+    best = checkpoint.progress.get("best") if checkpoint else None
+    if not best:
+        return None
+    file = checkpoint.path / (ADAPTER if best["step"] == checkpoint.step else BEST)
+    return load_file(str(file)) if file.is_file() else None
 
 
 def problem(path: Path) -> str | None:
@@ -124,6 +137,10 @@ def problem(path: Path) -> str | None:
             return f"{path / name} does not have its checksum: it is damaged"
         if name.endswith(".safetensors") and not is_safetensors(path / name):
             return f"{path / name} is not a safetensors file; nothing else is loaded, as unpickling runs code"
+    try:
+        read_json(path / "progress.json", schemas.PROGRESS)
+    except UserError as error:
+        return str(error)
     return None
 
 
@@ -136,12 +153,14 @@ def is_safetensors(path: Path) -> bool:
         return False
 
 
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's directory is named after."""
+    return int(path.name.split("-")[1])
+
+
 def directories(run_dir: Path) -> list[Path]:
     """Checkpoint directories of a run, by rising step, complete or not."""
-    found = [
-        (int(match[1]), p) for p in run_dir.glob("checkpoint-*") if (match := re.fullmatch(r"checkpoint-(\d+)", p.name))
-    ]
-    return [p for _, p in sorted(found)]
+    return sorted((p for p in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)), key=step_of)
 
 
 def load(path: Path) -> Checkpoint:
@@ -172,7 +191,7 @@ def remove_old(run_dir: Path, step: int, keep: int) -> None:
     Call it after checkpoint-<step> is complete. Later ones, which a run that goes on from an earlier checkpoint leaves
     behind it or damaged ones, count as nothing and stay until they are written again.
     """
-    paths = [path for path in directories(run_dir) if int(path.name.split("-")[1]) <= step]
+    paths = [path for path in directories(run_dir) if step_of(path) <= step]
     losses = {path: loss for path in paths if (loss := eval_loss(path)) is not None}
     best = min(losses, key=lambda path: losses[path], default=None)
     for path in paths[:-keep]:

@@ -48,7 +48,9 @@ class TrainConfig:
     model_name_or_path: str = option(help="base model: a local directory or a hub name")
     dataset_dir: str = option(help="data set made by data_prep.py")
     output_dir: str = option(help="run directory, made by this script")
+    revision: str | None = option(None, "commit, tag or branch of a base model that has a hub name; none: its newest")
     adapter_name_or_path: str | None = option(None, "start from this LoRA adapter instead of a new one")
+    adapter_revision: str | None = option(None, "commit, tag or branch of an adapter that has a hub name")
     trust_remote_code: bool = option(
         False, "run Python code that comes with the model (only if you trust its author)", flag_only=True
     )
@@ -65,6 +67,9 @@ class TrainConfig:
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 leaves them")
     num_train_epochs: float = option(1.0, "passes over the training rows")
     max_steps: int | None = option(None, "end after this many optimizer steps instead of num_train_epochs")
+    train_longer: bool = option(False, "go on past the end of a run: more steps in all, by the longer schedule")
+    early_stopping_patience: int | None = option(None, "end after this many evaluations without a lower held-out loss")
+    deliver: str = option("best", "which adapter the run leaves, by held-out loss", choices=("best", "last"))
     seed: int = option(42, "decides adapter start, row order and dropout")
     # LoRA
     lora_r: int = option(8, "rank of the update")
@@ -94,7 +99,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_steps",
-                     "lora_alpha", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "stop_at_step"):  # fmt: skip
+                     "lora_alpha", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "stop_at_step",
+                     "early_stopping_patience"):  # fmt: skip
             require(self, name, lambda value: 1 <= value <= LARGEST, f"from 1 to {LARGEST}")
         for name in ("lora_r", "pad_to_multiple_of"):
             require(self, name, lambda value: 1 <= value <= 65536, "from 1 to 65536")

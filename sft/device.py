@@ -16,7 +16,7 @@ from typing import TypeVar
 import psutil
 
 from sft.artifacts import library_versions
-from sft.errors import UserError
+from sft.errors import RunFailed, UserError
 from sft.masking import mask_variables
 from sft.simulation import is_simulated_home
 
@@ -432,23 +432,26 @@ def backend() -> str | None:
 
 
 def run_on_main(accelerator, function: Callable[[], Result]) -> Result:
-    """What `function` returned on the main process, on every rank; its UserError is raised on every rank as well.
+    """What `function` returned on the main process, on every rank; what it raised there ends every rank, with its cause.
 
     One object collective. The only place where ranks learn what the main process alone can see: the run directory may
     lie on a disk of the first server.
     """
     from accelerate.utils import broadcast_object_list
 
-    outcome = [None, None]
+    outcome, error = [None, None, None], None
     if accelerator.is_main_process:
         try:
             outcome[0] = function()
-        except UserError as error:
-            outcome[1] = str(error)
+        except Exception as raised:
+            error = raised
+            outcome = [None, str(raised) or type(raised).__name__, isinstance(raised, UserError)]
     if accelerator.num_processes > 1:
         broadcast_object_list(outcome, from_process=0)
+    if error is not None:
+        raise error
     if outcome[1] is not None:
-        raise UserError(outcome[1])
+        raise UserError(outcome[1]) if outcome[2] else RunFailed(outcome[1])
     return outcome[0]
 
 

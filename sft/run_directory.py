@@ -3,6 +3,7 @@
 RUN/provenance.json is the first file to be written and the last to be deleted: a directory with it holds a run.
 """
 
+import itertools
 import math
 import os
 import re
@@ -11,20 +12,28 @@ import socket
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 
-from sft import artifacts, batching, checkpoint, device, modeling, schemas
+from sft import artifacts, batching, checkpoint, device, schemas
 from sft.checkpoint import Checkpoint
 from sft.config import TrainConfig
 from sft.errors import UserError
 from sft.journal import Journal
 
 LOCK = ".lock"
-BATCH_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
 RESULTS = ("adapter_config.json", "adapter_model.safetensors")  # what PEFT loads
+OWN = (  # names of what train.py and eval.py write into a run's directory, as patterns; directories end with /
+    "provenance.json", "config.json", "environment.json", "metrics.jsonl", "summary.json", "loss.png", "README.md", *RESULTS,
+    "stack-rank-*.txt", "non_finite_step-*.jsonl", ".*.tmp-*", ".*.old-*",
+    "checkpoint-*/", *(f"checkpoint-*/{name}" for name in checkpoint.FILES),
+    "set-aside-*/", "set-aside-*/metrics.jsonl", *(f"set-aside-*/{name}" for name in checkpoint.FILES), "tensorboard/", "tensorboard/*",
+    "eval/", "eval/report*", "eval/predictions.jsonl", "eval/*.png", "eval/.*.tmp-*", "eval/.partial-*.jsonl",
+)  # fmt: skip
+BATCH_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
 DECIDING_SETTINGS = (  # the settings that decide the numbers of a run, beside what it is made from
     "adapter_name_or_path", "seed", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
     "max_grad_norm", "lora_r", "lora_alpha", "lora_dropout", "target_modules",
@@ -80,35 +89,64 @@ class RunDirectory:
         remove_leftovers(self.path)
         with artifacts.explained_writing(self.path):
             if self.settings.overwrite_output_dir:
-                remove_run(self.path)
+                kept = remove_run(self.path)
+                if kept:
+                    print(f"Left in {self.path}, as train.py did not write it: {', '.join(kept)}.")
+            if self.settings.resume_from_checkpoint != "auto" and self.start.checkpoint:
+                self._go_back()
             (self.path / "summary.json").unlink(missing_ok=True)
         artifacts.write_json(self.path / "provenance.json", self.provenance)
         artifacts.write_json(self.path / "config.json", asdict(self.settings))
         artifacts.write_json(self.path / "environment.json", environment)
         self.journal.open(self.first_step)
 
-    def save(self, step: int, progress: dict, model, peft_model, optimizer) -> None:
-        """Writes checkpoint-<step>, then removes what is no longer kept. Call it on every rank; all wait for it."""
-        contents = checkpoint.collect(model, peft_model, optimizer)
+    def _go_back(self) -> None:
+        """Sets aside what lies after the checkpoint that the user has named, so that `auto` later means this run."""
+        later = [path for path in checkpoint.directories(self.path) if checkpoint.step_of(path) > self.first_step]
+        if not later:
+            return
+        numbers = (number for number in itertools.count(1) if not (self.path / f"set-aside-{number}").exists())
+        aside = self.path / f"set-aside-{next(numbers)}"
+        aside.mkdir()
+        if (self.path / "metrics.jsonl").is_file():
+            shutil.copy2(self.path / "metrics.jsonl", aside)
+        for path in later:
+            path.rename(aside / path.name)
+        print(
+            f"Going back to step {self.first_step}: {', '.join(path.name for path in later)} and the records as they were "
+            f"are in {aside}."
+        )
+
+    def save(self, step: int, progress: dict, learner, best_adapter: dict | None) -> None:
+        """Writes checkpoint-<step>, then removes what is no longer kept. Call it on every rank; all wait for it.
+
+        best_adapter: the tensors of the adapter with the lowest held-out loss, when that is not this step's.
+        """
+        files = checkpoint.collect(learner.model, learner.peft_model, learner.optimizer.optimizer)
+        files |= {checkpoint.BEST: best_adapter} if best_adapter else {}
         path = self.path / f"checkpoint-{step}"
 
         def write() -> None:
             self.journal.sync()
-            checkpoint.write(path, step, {**progress, "provenance": self.provenance}, contents, peft_model)
+            checkpoint.write(path, {**progress, "step": step, "provenance": self.provenance}, files, learner.peft_model)
             checkpoint.remove_old(self.path, step, self.settings.save_total_limit)
 
         device.run_on_main(self.accelerator, write)
         self.last_checkpoint = path
 
-    def write_adapter(self, tensors: dict, peft_model) -> None:
-        """Puts the adapter at the top of the directory, where PEFT looks for it; on the main process."""
+    def deliver(self, best: bool) -> None:
+        """Puts the last checkpoint's adapter, or the best one that it carries, at the top of the directory, where PEFT
+        looks for it; on the main process."""
+        files = {RESULTS[1]: checkpoint.BEST if best else RESULTS[1], RESULTS[0]: RESULTS[0]}
         with (
             artifacts.explained_writing(self.path),
             tempfile.TemporaryDirectory(dir=self.path, prefix=".adapter.tmp-") as folder,
         ):
-            modeling.write_adapter(Path(folder), tensors, peft_model)
-            for name in reversed(RESULTS):
+            for name, source in files.items():
+                shutil.copy2(self.last_checkpoint / source, Path(folder) / name)
+                artifacts.sync_file(Path(folder) / name)
                 os.replace(Path(folder) / name, self.path / name)
+            artifacts.sync_directory(self.path)
 
     def where_to_go_on(self) -> str:
         """Words for where a failed run can go on from; known on every rank."""
@@ -117,7 +155,7 @@ class RunDirectory:
         )
 
 
-def describe_inputs(settings: TrainConfig, manifest: dict, dtype) -> dict:
+def describe_inputs(settings: TrainConfig, manifest: dict, dtype, mixed_precision: str) -> dict:
     """What a run is made from and the settings that decide its numbers, for provenance.json."""
     return {
         "model_name_or_path": settings.model_name_or_path,
@@ -126,6 +164,7 @@ def describe_inputs(settings: TrainConfig, manifest: dict, dtype) -> dict:
         "tokenizer_sha256": manifest["tokenizer_sha256"],
         "template_sha256": manifest["template_sha256"],
         "base_dtype": str(dtype).removeprefix("torch."),
+        "mixed_precision": mixed_precision,  # of the forward: no, bf16 or fp16
         **{name: getattr(settings, name) for name in DECIDING_SETTINGS},
     }
 
@@ -168,26 +207,47 @@ def find_start(settings: TrainConfig, provenance: dict, rows: int, world_size: i
         return Start(provenance, accumulation, known, None, False)
     if known:
         claim(run_dir)
-        before = artifacts.read_json(run_dir / "provenance.json", schemas.PROVENANCE)
-        refuse_another_run(before, provenance, f"output_dir {run_dir}")
+        recorded = artifacts.read_json(run_dir / "provenance.json", schemas.PROVENANCE)
+        provenance = lengthen(provenance, recorded, settings)
+        refuse_another_run(recorded, provenance, f"output_dir {run_dir}")
         remove_leftovers(run_dir)
     if resume_from not in (None, "auto"):
-        found = checkpoint.load(Path(resume_from))
-        refuse_another_run(found.progress["provenance"], provenance, f"resume_from_checkpoint {found.path}")
-        return Start(provenance, accumulation, known, found, False)
-    found = checkpoint.newest(run_dir, warn=lambda text: print(f"warning: {text}", file=sys.stderr, flush=True))
+        found, place = checkpoint.load(Path(resume_from)), "resume_from_checkpoint"
+        provenance = lengthen(provenance, found.progress["provenance"], settings)
+    else:
+        found, place = checkpoint.newest(run_dir, warn=print_warning), "checkpoint"
     if found:
-        refuse_another_run(found.progress["provenance"], provenance, f"checkpoint {found.path}")
-    complete = found is not None and found.step >= steps and not unfinished(run_dir)
+        refuse_another_run(found.progress["provenance"], provenance, f"{place} {found.path}")
+    ended = found is not None and (found.step >= steps or out_of_patience(settings, found.progress))
+    complete = ended and resume_from in (None, "auto") and not unfinished(run_dir)
     return Start(provenance, accumulation, known, found, complete)
+
+
+def print_warning(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def lengthen(provenance: dict, before: dict, settings: TrainConfig) -> dict:
+    """The provenance of a run that may have had fewer steps in all before: with train_longer, now or at an earlier start."""
+    former = list(before.get("former_total_steps", []))
+    if settings.train_longer and before.get("total_steps", math.inf) < provenance["total_steps"]:
+        former.append(before["total_steps"])
+    return {**provenance, "former_total_steps": former} if former else provenance
+
+
+def out_of_patience(settings: TrainConfig, progress: dict) -> bool:
+    """Whether so many evaluations have passed without a lower held-out loss that early stopping ends the run."""
+    patience = settings.early_stopping_patience
+    return patience is not None and progress.get("evaluations_since_best", 0) >= patience
 
 
 def check_usable(settings: TrainConfig, run_dir: Path, known: bool) -> None:
     """Raises: UserError when the directory holds anything but a run, or a run that may not be touched."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"output_dir {run_dir} is a file; choose another directory")
-    if run_dir.exists() and not known and not all(is_leftover(path) for path in run_dir.iterdir()):
-        raise UserError(f"output_dir {run_dir} is not empty and holds no run; choose another directory")
+    there = sorted(run_dir.iterdir()) if run_dir.exists() else []
+    if not known and not all(is_leftover(path) for path in there):
+        raise UserError(f"output_dir {run_dir} is not empty and holds no run of train.py; choose another directory")
     if known and settings.resume_from_checkpoint is None and not settings.overwrite_output_dir:
         raise UserError(
             f"output_dir {run_dir} holds a run; continue it with resume_from_checkpoint: auto, delete it with "
@@ -227,43 +287,61 @@ def begun_global_batch_size(settings: TrainConfig) -> int | None:
 
 
 def refuse_another_run(before: dict, now: dict, place: str) -> None:
-    """Compares what two runs were made from; a moved but identical base model is the same. Raises: UserError."""
+    """Compares what two runs were made from; a moved but identical base model is the same. Raises: UserError.
+
+    What an earlier version of this program did not record is not compared.
+    """
     same_model = before.get("model_sha256") == now["model_sha256"] is not None
+    allowed = {"former_total_steps"} | ({"model_name_or_path"} if same_model else set())
+    if before.get("total_steps") in now.get("former_total_steps", []):
+        allowed.add("total_steps")
     changed = [
-        f"{key} was {before.get(key)}, now {now.get(key)}"
-        for key in sorted(set(before) | set(now))
-        if before.get(key) != now.get(key) and not (key == "model_name_or_path" and same_model)
-    ]
-    if changed:
-        raise UserError(
-            f"{place} holds another run: {'; '.join(changed)}. Give the same settings to continue it, "
-            "overwrite_output_dir: true to delete it, or another output_dir"
-        )
+        key for key in sorted(set(before) | set(now))
+        if key in before and before[key] != now.get(key) and key not in allowed
+    ]  # fmt: skip
+    if not changed:
+        return
+    differences = "; ".join(f"{key} was {before[key]}, now {now.get(key)}" for key in changed)
+    longer = changed == ["total_steps"] and before["total_steps"] < now["total_steps"]
+    remedy = "train_longer: true to train on past its end (docs/running.md, Training on), " if longer else ""
+    raise UserError(
+        f"{place} holds another run: {differences}. Give the same settings to continue it, {remedy}"
+        "overwrite_output_dir: true to delete it, or another output_dir"
+    )
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory holds a run of train.py."""
-    return (directory / "provenance.json").is_file()
+    """Whether a directory holds a run of train.py, which a file of that name alone does not make it."""
+    try:
+        artifacts.read_json(directory / "provenance.json", schemas.PROVENANCE)
+    except UserError:
+        return False
+    return True
 
 
 def unfinished(run_dir: Path) -> str:
-    """What a run's directory lacks of a finished run's results, in words; "" when nothing."""
+    """What a run's directory lacks of a finished run's results, in words; "" when nothing. Its adapter and the settings
+    of it that PEFT reads must be those that train.py wrote."""
     missing = [name for name in ("provenance.json", *RESULTS, "summary.json") if not (run_dir / name).is_file()]
     if missing:
         return f"it has no {', '.join(missing)}"
-    found = artifacts.sha256_file(run_dir / "adapter_model.safetensors")
-    if artifacts.read_json(run_dir / "summary.json", schemas.SUMMARY).get("adapter_sha256") not in (None, found):
-        return "its adapter_model.safetensors is damaged or not the one that it wrote"
+    summary = artifacts.read_json(run_dir / "summary.json", schemas.SUMMARY)
+    for key, name in (("adapter_config_sha256", RESULTS[0]), ("adapter_sha256", RESULTS[1])):
+        if summary.get(key) not in (None, artifacts.sha256_file(run_dir / name)):
+            return f"its {name} is damaged or not the one that it wrote"
     return ""
 
 
-def remove_run(run_dir: Path) -> None:
-    """Deletes all that a run's directory holds but the lock; provenance.json last."""
-    for path in sorted(run_dir.iterdir(), key=lambda path: path.name == "provenance.json"):
+def remove_run(run_dir: Path) -> list[str]:
+    """Deletes what train.py and eval.py wrote into a run's directory, provenance.json last. Returns what is left there."""
+    for path in sorted(run_dir.rglob("*"), key=lambda path: (path.name == "provenance.json", -len(path.parts))):
+        name = path.relative_to(run_dir).as_posix()
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
+            if any(fnmatch(f"{name}/", pattern) for pattern in OWN) and not any(path.iterdir()):
+                path.rmdir()
+        elif any(fnmatch(name, pattern) for pattern in OWN):
             path.unlink()
+    return sorted(path.name for path in run_dir.iterdir() if path.name != LOCK)
 
 
 def is_leftover(path: Path) -> bool:
@@ -299,8 +377,6 @@ def claim(run_dir: Path, wait_s: float = 60.0) -> None:
     file = run_dir / LOCK
     with artifacts.explained_writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        if file.is_symlink():
-            raise UserError(f"{file} is a symbolic link; delete it")
     lock = FileLock(str(file), timeout=wait_s, fallback_to_soft=False)  # a soft lock outlives a killed process
     try:
         lock.acquire()

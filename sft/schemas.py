@@ -41,6 +41,7 @@ MANIFEST = {
 PROVENANCE = {
     "model_name_or_path": NAME, "model_sha256?": TEXT, "dataset_sha256": TEXT, "tokenizer_sha256": TEXT,
     "template_sha256": TEXT, "base_dtype": TEXT, "global_batch_size": POSITIVE, "total_steps": POSITIVE,
+    "former_total_steps?": [POSITIVE],
 }  # fmt: skip
 ORIGIN = {"model_name_or_path": NAME, "model_sha256?": TEXT, "dataset_sha256?": TEXT}  # what export needs of it
 CONFIG = {
@@ -48,13 +49,13 @@ CONFIG = {
     "per_device_train_batch_size": POSITIVE, "gradient_accumulation_steps?": POSITIVE, "global_batch_size?": POSITIVE,
 }  # fmt: skip
 SUMMARY = {
-    "adapter_sha256?": TEXT, "trainable_parameters": COUNT, "total_parameters": COUNT, "peak_memory_bytes": [COUNT],
+    "adapter_sha256?": TEXT, "adapter_config_sha256?": TEXT, "trainable_parameters": COUNT, "total_parameters": COUNT, "peak_memory_bytes": [COUNT],
     "world_size": POSITIVE, "backend?": TEXT,
 }  # fmt: skip
 ENVIRONMENT = {"device_name": TEXT}
 PROGRESS = {
     "step": COUNT, "provenance": OBJECT, "eval_loss?": NUMBER, "train_time_s?": NUMBER,
-    "best?": {"step": COUNT, "eval_loss": NUMBER},
+    "best?": {"step": COUNT, "eval_loss": NUMBER}, "evaluations_since_best?": COUNT,
 }  # fmt: skip
 CHECKSUMS = {str: TEXT}
 RECORD = {"step": COUNT, "loss?": NUMBER, "eval_loss?": NUMBER, "learning_rate?": NUMBER, "grad_norm?": NUMBER}

@@ -77,6 +77,25 @@ def test_the_reproduction_on_two_ranks_is_whole(tmp_path, tiny_model_dir, kind, 
     assert again.returncode == 0 and again.stdout.count("done before") >= 16
 
 
+@pytest.mark.slow
+@pytest.mark.npu
+def test_a_machine_where_set_env_was_not_sourced_is_named_with_the_remedy(
+    tmp_path, tiny_model_dir, simulated_environment
+):
+    """The libraries of CANN are not found: `import torch` itself fails, in every step, and the page says what to do."""
+    broken = {**simulated_environment, "LD_LIBRARY_PATH": "", "ASCEND_HOME_PATH": ""}
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_rows(40))
+    flags = ["--model_name_or_path", tiny_model_dir, "--cards", "1", "--kind", "npu", "--input", rows]
+    result = run_script("-m", "tools.reproduce", *flags, "--output_dir", tmp_path / "out", env=broken, timeout=600)
+    assert result.returncode == 1
+    facts = json.loads((tmp_path / "out" / "reproduction.json").read_text())
+    assert facts["steps"]["doctor"]["status"] == "done"  # the doctor starts where torch cannot
+    assert {check["name"] for check in facts["checks"] if check["status"] == "FAIL"} >= {"torch"}
+    assert facts["steps"]["reference-1"]["status"] in ("failed", "left out")
+    page = (tmp_path / "out" / "reproduction.md").read_text()
+    assert "the doctor objects to: " in page and "## What the doctor objects to" in page and "set_env.sh" in page
+
+
 def test_the_kind_is_found_without_a_card():
     assert subprocess.run([sys.executable, "-c", "import torch"], cwd=ROOT).returncode == 0
     assert reproduce.find_kind() in ("cpu", "cuda", "npu")

@@ -160,6 +160,11 @@ def page(facts: dict) -> str:
         base, adapter = facts["evaluation"]["base"], facts["evaluation"]["adapter"]
         rows = [[name, number(base.get(name)), number(adapter[name])] for name in adapter]
         parts += table([f"{facts['evaluation']['rows']} rows", "base", "adapter"], rows)
+    objections = [check for check in facts["checks"] if check["status"] != "ok"]
+    if objections:
+        parts += ["", "## What the doctor objects to", ""]
+        rows = [[check["name"], check["status"], check["found"], check["remedy"]] for check in objections]
+        parts += table(["check", "", "found", "what to do"], rows)
     failed = [step for step in facts["steps"].values() if step["status"] == "failed"]
     if failed:
         parts += ["", "## What failed", ""]

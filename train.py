@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, weights
+from sft import batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, speed, weights
 from sft.config import TrainConfig
 from sft.dataset import Dataset
 from sft.dropout import DropoutRows, own_dropout
@@ -127,6 +127,13 @@ class Learner:
     optimizer: torch.optim.Optimizer
     dropout: DropoutRows
     parameters: tuple[int, int, int]  # trainable, all, and held by this rank
+
+    @property
+    def multiplied_weights(self) -> int:
+        """Weights that a token is multiplied with: all but a table of input embeddings that is not also the head."""
+        table = self.peft_model.get_input_embeddings().weight
+        tied = self.peft_model.get_output_embeddings().weight is table
+        return self.parameters[1] - (0 if tied else table.numel())
 
 
 def build_learner(settings: TrainConfig, dtype: torch.dtype, resumed: checkpoint.Checkpoint | None, accelerator):
@@ -320,8 +327,17 @@ class Run:
                 "tokens_per_s": sum(rank_tokens) / step_time_s,
                 "step_time_s": step_time_s,
                 "peak_memory_bytes": device.peak_memory_bytes(self.accelerator.device),
+                **self.utilisation(sum(rank_tokens), step_time_s),
             }
         )
+
+    def utilisation(self, tokens: int, step_time_s: float) -> dict[str, float]:
+        """{"mfu": share of the cards' peak that the step's products used}; {} where bf16 or the card's peak is not given."""
+        if "bf16" not in (self.accelerator.mixed_precision, str(self.inputs.dtype).replace("torch.bfloat16", "bf16")):
+            return {}
+        names = [device.device_name(self.accelerator.device)] * self.plan.world_size
+        mfu = speed.model_flops_utilisation(tokens, step_time_s, self.learner.multiplied_weights, names)
+        return {} if mfu is None else {"mfu": mfu}
 
     def evaluate(self) -> None:
         """Writes the held-out loss, Σ nats / Σ target tokens over all held-out rows, and keeps the adapter if it is the

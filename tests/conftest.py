@@ -192,7 +192,7 @@ def peak_bytes(function) -> int:
     return peak
 
 
-TIMES = {"tokens_per_s", "step_time_s", "peak_memory_bytes"}
+TIMES = {"tokens_per_s", "step_time_s", "peak_memory_bytes", "mfu"}
 
 
 def numbers(run_dir: Path) -> list[dict]:

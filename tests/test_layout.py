@@ -9,14 +9,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SFT = [  # a module of sft/ imports only from levels before its own
     {"masking", "terminal", "schemas"},
-    {"errors", "loss", "dropout", "phrases", "card", "simulation"},
+    {"errors", "loss", "dropout", "phrases", "card", "simulation", "speed"},
     {"config", "artifacts", "tokenizer", "metrics", "template", "batching", "hub"},
     {"dataset", "encoding", "device", "journal", "plots", "findings"},
     {"modeling", "markdown", "webpage", "watchdog"},
     {"evaluation", "checkpoint", "packing", "serving", "weights", "report", "micro_batch", "failures"},
     {"run_directory", "results"},
 ]
-DOCTOR = [{"machine"}, {"explanations", "memory"}, {"checks", "collectives"}]  # may import all of sft/ besides
+DOCTOR = [
+    {"machine", "duration"},
+    {"explanations", "memory"},
+    {"checks", "collectives"},
+]  # may import all of sft/ besides
 PREPARATION = [
     {"records", "encodings", "holdout", "workers", "summary"},
     {"sources", "encoded_rows"},

@@ -111,6 +111,9 @@ def test_bf16_under_fsdp_stays_near_one_card(tmp_path, run, npu_environment):
     assert summary(two)["distributed_type"] == "FSDP"
     assert losses(two) == pytest.approx(losses(one), rel=BF16_BETWEEN_CARDS.here(npu_environment))
     assert len(adapter(two)) == len(adapter(one)) == 16
+    for run_dir in (one, two):  # both simulated and real cards call themselves Ascend910B…, whose peak is known
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert all(0 < record["mfu"] < 1 for record in records if "loss" in record)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ SETTINGS = (
 )  # fmt: skip
 KINDS = ("SIGKILL rank 0", "SIGKILL rank 1", "SIGKILL all", "SIGKILL launcher", "SIGTERM rank", "SIGTERM launcher")
 MOMENTS = ("starting", "training", "training", "saving", "saving", "finishing")
-VARIES = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
+VARIES = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "mfu")
 START_S = 4.0  # a kill while starting comes within so many seconds
 
 

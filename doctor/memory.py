@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from doctor.machine import GIB, knowledge
-from sft import schemas
+from sft import modeling, schemas
 from sft.artifacts import read_json
 from sft.config import TrainConfig, parse, read_yaml
 from sft.errors import UserError
@@ -19,6 +19,8 @@ from sft.errors import UserError
 # Held outside torch's allocator, where no config tells it: two HCCL buffers of HCCL_BUFFSIZE = 200 MB (HCCL docs), and
 # the context with its operator binaries, allocator fragments and workspaces, taken as 1 GiB (an assumption).
 OUTSIDE_TORCH_BYTES = 2 * 200 * (1 << 20) + GIB
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs call their number
+SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")  # and the MLP that every token goes through
 ASSUMED_TARGET_SHARE = 0.5  # of the tokens that are in the loss, where no data set says it
 
 
@@ -56,20 +58,34 @@ def read_model_config(name: str):
     return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "transformers_version"})
 
 
-def kept_bytes_per_token(config, plan: Plan) -> int:
+def active_width(config) -> tuple[int, int]:
+    """(width of the MLP that one token goes through, how many experts that is), with those that every token shares."""
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    if not experts or not any(getattr(config, name, None) for name in EXPERTS):
+        return config.intermediate_size, 0
+    each = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    shared = (getattr(config, "n_shared_experts", None) or 0) * each
+    shared += next((getattr(config, name, None) or 0 for name in SHARED if hasattr(config, name)), 0)
+    return experts * each + shared, experts
+
+
+def kept_bytes_per_token(config, plan: Plan, normed_heads: bool = False) -> int:
     """What one decoder layer keeps for backward, per token.
 
     Frozen linear layers keep nothing (their input is only needed for the gradient of the weight). RMSNorm keeps its
     input in fp32; attention q, k, v (k and v repeated to all heads) and its output; SwiGLU gate, up and silu(gate);
-    each LoRA its input. Counting rules: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+    each LoRA its input. A mixture of experts keeps that of the experts that a token goes through, and their outputs.
+    normed_heads: queries and keys go through a norm of their own, which keeps both in fp32. Counting rules: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
     Transformer Models", section 4, applied to a frozen base.
     """
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    hidden, (inner, experts), heads = config.hidden_size, active_width(config), config.num_attention_heads
     query = heads * (getattr(config, "head_dim", None) or hidden // heads)
     size = plan.dtype.itemsize
     inputs = {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden, "o_proj": query, "gate_proj": hidden,
               "up_proj": hidden, "down_proj": inner}  # fmt: skip
     targets = [name for name in plan.target_modules if name in inputs]
+    if plan.target_modules == (modeling.ALL_LINEAR,):
+        targets = list(inputs)[:4] if experts else list(inputs)  # experts are tensors, no linear layers
     if size == 4 and not plan.autocast:  # no cast, no copy: layers with the same input keep it once
         sources = {
             "q_proj": "attention",
@@ -83,46 +99,51 @@ def kept_bytes_per_token(config, plan: Plan) -> int:
         lora = sum((2 if plan.autocast else 4) * inputs[name] for name in targets)
     norms = 2 * 4 * hidden
     attention = 4 * size * query + 4 * heads
-    return norms + attention + 3 * size * inner + lora + 4 * plan.lora_r * len(targets)
+    if normed_heads:
+        attention += 4 * (query + query // heads * (getattr(config, "num_key_value_heads", None) or heads))
+    return norms + attention + 3 * size * inner + size * experts * hidden + lora + 4 * plan.lora_r * len(targets)
 
 
 def estimate(config, plan: Plan) -> dict[str, int]:
     """Bytes by part at the moment of the highest use, the start of the backward pass.
 
-    Raises: UserError for a model whose layers are not counted here (mixture of experts, not of Llama's shape).
+    Raises: UserError for a model whose layers are not counted here: not of Llama's shape, with experts or without.
     """
+    whole, config = config, modeling.text_config(config)
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if not all(hasattr(config, name) for name in shape) or any(
-        hasattr(config, n) for n in ("num_experts", "num_local_experts")
-    ):
-        raise UserError(
-            f"{config.model_type} is not a dense model of Llama's shape; the estimate does not count its layers"
-        )
+    if not all(getattr(config, name, None) for name in shape):
+        raise UserError(f"{config.model_type} is not a model of Llama's shape; the estimate does not count its layers")
     with torch.device("meta"):  # eager: the default of transformers 4.55 wants torch 2.1.1
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(whole, attn_implementation="eager")
     size, hidden, vocabulary = plan.dtype.itemsize, config.hidden_size, config.vocab_size
     weights = sum(p.numel() for p in model.parameters())
+    linears = modeling.language_linears(model)[0]
     adapter = sum(
-        plan.lora_r * (module.in_features + module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.rsplit(".", 1)[-1] in plan.target_modules
+        plan.lora_r * (model.get_submodule(name).in_features + model.get_submodule(name).out_features)
+        for name in linears
+        if plan.target_modules == (modeling.ALL_LINEAR,) or name.rsplit(".", 1)[-1] in plan.target_modules
     )
     if not adapter:
         raise UserError(
             f"target_modules {', '.join(plan.target_modules)} are not in {config.model_type}; check the config"
         )
     layers = config.num_hidden_layers
-    layer_weights = sum(p.numel() for name, p in model.named_parameters() if ".layers.0." in name)
+    in_layers = [
+        sum(p.numel() for name, p in model.named_parameters() if f".layers.{number}." in name)
+        for number in range(layers)
+    ]
+    layer_weights = sum(in_layers) // layers
     base = size * weights // plan.shards
     if plan.shards > 1:  # the root unit (embedding, head) and two layers are whole while they compute
-        base += size * (weights - layers * layer_weights + 2 * layer_weights)
-    layer = kept_bytes_per_token(config, plan) * plan.tokens
+        base += size * (weights - layers * layer_weights + 2 * max(in_layers))
+    normed_heads = any(name.endswith(".q_norm.weight") for name, _ in model.named_parameters())
+    layer = kept_bytes_per_token(config, plan, normed_heads) * plan.tokens
     kept = layers * size * hidden * plan.tokens if plan.checkpointing else layers * layer
     # The loss works on fp32 logits in place, beside a copy of them in a 16-bit model's dtype (sft/loss.py). Later
     # backward needs the gradients inside one MLP, and that layer's activations again if they were not kept.
     rows = min(plan.target_tokens, plan.chunk_tokens) if plan.chunk_tokens else plan.target_tokens
     logits = (6 if size == 2 or plan.autocast else 4) * rows * vocabulary
-    in_layer = 4 * size * config.intermediate_size * plan.tokens + (layer if plan.checkpointing else 0)
+    in_layer = 4 * size * active_width(config)[0] * plan.tokens + (layer if plan.checkpointing else 0)
     return {
         "base weights": base,
         "adapter (fp32)": 4 * adapter // plan.shards,

@@ -1,16 +1,21 @@
 """Families of chat models, each as a tiny random checkpoint: rows packed where the model allows it, alone where not."""
 
+import json
+import os
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
 
 import data_prep
+import export
 from sft import modeling, packing, weights
 from sft.batching import collate
 from sft.errors import UserError
 from tests import families
-from tests.conftest import adapter, assert_same_numbers, numbers, once
+from tests.conftest import adapter, assert_same_numbers, losses, must, numbers, once, run_script
 from tools.tiny import make_rows, write_jsonl
 
 # Layers that mix tokens otherwise than by attention see across rows, or refuse rows that share a forward.
@@ -157,3 +162,48 @@ def test_all_linear_is_every_linear_layer_of_the_language_model_but_the_head(fam
         modeling.add_lora(
             modeling.load_base(str(family_dir("falcon_h1")), torch.float32), 8, 16, 0.0, ["all-linear"], 0
         )
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = {"phi3": ["qkv_proj", "o_proj"], "lfm2": ["q_proj", "k_proj", "v_proj", "out_proj"],
+           "deepseek_v3": ["all-linear"]}  # fmt: skip
+TARGETS |= {"qwen3_5": ["all-linear"], "granitemoehybrid": ["all-linear"], "gemma3": ["all-linear"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_family_goes_from_rows_to_a_merged_model(name, family_dir, start, tmp_path, monkeypatch):
+    """data_prep, training on two processes with a stop in the middle, eval and export; the merged model is what PEFT
+    makes of base and adapter. FAMILIES_OUTCOMES names a file for the outcomes, of which docs/models.md is made."""
+    run_dir, merged = tmp_path / "run", tmp_path / "merged"
+    targets = TARGETS.get(name, ATTENTION)
+    flags = ["--target_modules", *targets]
+    start(name, run_dir, *flags, "--stop_at_step", 2, config="cpu_2", processes=2)
+    output = start(name, run_dir, *flags, config="cpu_2", processes=2)
+    assert "after step 2 of 4" in output and len(losses(run_dir)) == 4
+    assert sum(tensor.abs().sum() > 0 for tensor in adapter(run_dir).values()) == len(adapter(run_dir)) > 0
+    must(run_script("eval.py", "--run_dir", run_dir, "--limit", 3, "--max_new_tokens", 8))
+    report = json.loads((run_dir / "eval" / "report.json").read_text())
+    assert report["base"]["loss"] != report["adapter"]["loss"]
+    monkeypatch.setattr("sys.argv", ["export.py", "--run_dir", str(run_dir), "--output_dir", str(merged)])
+    export.main()
+    exported = json.loads((merged / "export.json").read_text())
+
+    ids = torch.arange(3, 60)[None]
+    plain = PeftModel.from_pretrained(load_plain(family_dir(name)), str(run_dir)).eval()
+    with torch.no_grad():
+        expected = plain(input_ids=ids, use_cache=False).logits
+        found = load_plain(merged)(input_ids=ids, use_cache=False).logits
+        unchanged = load_plain(family_dir(name))(input_ids=ids, use_cache=False).logits
+    scale = expected.abs().max()
+    assert (found - expected).abs().max() < 1e-4 * scale < (expected - unchanged).abs().max()  # rounding of float32
+
+    outcome = {
+        "family": name, "class": families.FAMILIES[name][0], "targets": targets, "packed": name not in ALONE,
+        "adapted": exported["merged_weights"], "first_loss": losses(run_dir)[0], "last_loss": losses(run_dir)[-1],
+        "largest_error": exported["verified"]["largest_error"],
+    }  # fmt: skip
+    assert ("one row per forward" in output) == (name in ALONE)
+    if path := os.environ.get("FAMILIES_OUTCOMES"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(outcome) + "\n")

@@ -15,8 +15,10 @@ from sft import modeling, packing, weights
 from sft.batching import collate
 from sft.errors import UserError
 from tests import families
-from tests.conftest import adapter, assert_same_numbers, losses, must, numbers, once, run_script
+from tests.conftest import adapter, assert_same_numbers, losses, numbers, once
+from tests.test_fsdp import launch_environment
 from tools.tiny import make_rows, write_jsonl
+from tools.warm import WarmServer
 
 # Layers that mix tokens otherwise than by attention see across rows, or refuse rows that share a forward.
 ALONE = {"lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5", "llama4"}
@@ -96,8 +98,6 @@ def start(warm_server, family_dir, family_data):
     """Runs train.py on a family for four steps at global batch 8, several rows a micro-batch, and returns its output."""
 
     def run(name: str, run_dir, *argv, config: str = "cpu_1", processes: int = 1) -> str:
-        from tests.test_fsdp import launch_environment
-
         status, output = warm_server.run(
             "--model_name_or_path", family_dir(name), "--dataset_dir", family_data(name), "--output_dir", run_dir,
             "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--max_steps", 4, "--learning_rate", "1e-2",
@@ -170,9 +170,16 @@ TARGETS = {"phi3": ["qkv_proj", "o_proj"], "lfm2": ["q_proj", "k_proj", "v_proj"
 TARGETS |= {"qwen3_5": ["all-linear"], "granitemoehybrid": ["all-linear"], "gemma3": ["all-linear"]}
 
 
+@pytest.fixture(scope="module")
+def warm_eval():
+    """Starts eval.py as `warm_server` starts train.py."""
+    with WarmServer("eval.py") as server:
+        yield server
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_a_family_goes_from_rows_to_a_merged_model(name, family_dir, start, tmp_path, monkeypatch):
+def test_a_family_goes_from_rows_to_a_merged_model(name, family_dir, start, warm_eval, tmp_path, monkeypatch):
     """data_prep, training on two processes with a stop in the middle, eval and export; the merged model is what PEFT
     makes of base and adapter. FAMILIES_OUTCOMES names a file for the outcomes, of which docs/models.md is made."""
     run_dir, merged = tmp_path / "run", tmp_path / "merged"
@@ -182,7 +189,10 @@ def test_a_family_goes_from_rows_to_a_merged_model(name, family_dir, start, tmp_
     output = start(name, run_dir, *flags, config="cpu_2", processes=2)
     assert "after step 2 of 4" in output and len(losses(run_dir)) == 4
     assert sum(tensor.abs().sum() > 0 for tensor in adapter(run_dir).values()) == len(adapter(run_dir)) > 0
-    must(run_script("eval.py", "--run_dir", run_dir, "--limit", 3, "--max_new_tokens", 8))
+    status, output_of_eval = warm_eval.run(
+        "--run_dir", run_dir, "--limit", 3, "--max_new_tokens", 8, timeout_s=300, env=launch_environment("cpu_2")
+    )
+    assert status == 0, output_of_eval[-6000:]
     report = json.loads((run_dir / "eval" / "report.json").read_text())
     assert report["base"]["loss"] != report["adapter"]["loss"]
     monkeypatch.setattr("sys.argv", ["export.py", "--run_dir", str(run_dir), "--output_dir", str(merged)])

@@ -25,13 +25,13 @@ from sft.errors import UserError, run
 NOT_READY = 3  # exit status when the answer is "no"
 
 
-def positive(kind: type):
-    """A type for argparse: numbers above 0."""
+def positive(kind: type, least: float = 0):
+    """A type for argparse: numbers above `least` and below 10^12."""
 
     def convert(text: str):
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text}: it must be above 0")
+        if not least < value < 1e12:
+            raise argparse.ArgumentTypeError(f"{text}: it must be above {least:.0f} and below 10^12")
         return value
 
     convert.__name__ = "number"  # argparse names it when the text is no number
@@ -64,7 +64,9 @@ def arguments() -> argparse.Namespace:
         "--timeout_s", type=positive(float), default=120, help="seconds that a probe of torch or a card may take"
     )
     parser.add_argument("--root", default="/", help="look for CANN, driver and devices under this directory")
-    parser.add_argument("--min_shm_gib", type=float, default=1, help="free space that /dev/shm must have")
+    parser.add_argument(
+        "--min_shm_gib", type=positive(float, least=-1), default=1, help="free space that /dev/shm must have"
+    )
     args = parser.parse_args()
     if sum(map(bool, (args.explain, args.estimate, args.collectives))) > 1 and not args.report:
         parser.error(
@@ -131,6 +133,7 @@ def explain(path: str) -> dict:
     lines = [f"First failure{place}: {answer['message']}"]
     for row in answer["failures"]:
         follows = "  [usually a consequence of another rank's failure]" if row.get("consequence") else ""
+        follows = "  [a warning: runs go on after it]" if row.get("warning") else follows
         lines += ["", f"{row['id']}, line {row['line']}, seen {row['count']} ×{follows}",
                   f"  means   {row['meaning']}", f"  check   {row['check']}", f"  source  {row['source']}"]  # fmt: skip
     if explanations.OWN_SENTENCE.match(answer["message"]) and not answer["failures"]:
@@ -156,7 +159,10 @@ def write_report(args: argparse.Namespace) -> None:
     machine, _ = examine(args)
     parts = [("Machine", machine["text"])]
     if args.estimate or args.config:
-        parts.append(("Memory", estimate(args)["text"]))
+        try:
+            parts.append(("Memory", estimate(args)["text"]))
+        except (UserError, ImportError, OSError) as error:  # the rest of the report is what is needed then
+            parts.append(("Memory", f"could not be estimated: {error}"))
     if args.explain:
         parts.append((f"Log {Path(args.explain).name}", explain(args.explain)["text"]))
     parts.append(("Versions", json.dumps(machine["versions"], indent=1)))

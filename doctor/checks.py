@@ -23,8 +23,8 @@ from doctor.machine import (
     read_machine,
     requirements_file,
     satisfies,
-    unquoted,
     version_key,
+    whole_number,
 )
 from sft.simulation import is_simulated_home
 
@@ -300,20 +300,33 @@ def check_launch_config(machine: Machine) -> Iterator[Check]:
     if not machine.accelerate_config:
         yield ok("launch config", "none given: accelerate_configs/ has one for each case")
         return
-    problems = list(_launch_problems(machine, machine.launch))
-    kind, processes = unquoted(machine.launch.get("distributed_type", "NO")), machine.launch.get("num_processes", "1")
+    if machine.unreadable:
+        yield fail(
+            "launch config",
+            "; ".join(machine.unreadable),
+            "write it anew with `accelerate config`, or take a file of accelerate_configs/",
+        )
+        return
+    try:
+        problems = list(_launch_problems(machine, machine.launch))
+    except ValueError as error:
+        yield fail(
+            "launch config", f"{machine.accelerate_config}: {error}", "correct it; accelerate_configs/ shows the form"
+        )
+        return
+    kind, processes = machine.launch.get("distributed_type", "NO"), machine.launch.get("num_processes", 1)
     yield from problems or [ok("launch config", f"{machine.accelerate_config}: {processes} × {kind}")]
 
 
 def _launch_problems(machine: Machine, launch: dict) -> Iterator[Check]:
-    name, path, kind = "launch config", machine.accelerate_config, unquoted(launch.get("distributed_type", "NO"))
-    processes, servers = (int(unquoted(launch.get(key) or "1")) for key in ("num_processes", "num_machines"))
+    name, path, kind = "launch config", machine.accelerate_config, str(launch.get("distributed_type", "NO"))
+    processes, servers = (whole_number(launch, key, 1) for key in ("num_processes", "num_machines"))
     here, count = processes // max(servers, 1), machine.probe.get("count", 0)
     wanted = "npu" if kind == "MULTI_NPU" else machine.kind
     if kind == "MULTI_CPU" and processes > 1:
         advice = "use accelerate_configs/cpu_2.yaml (MULTI_GPU with use_cpu: true)"
         yield fail(name, f"{path}: MULTI_CPU starts one process, not {processes}", advice)
-    elif kind in ("MULTI_NPU", "MULTI_GPU", "FSDP", "DEEPSPEED") and unquoted(launch.get("use_cpu", "false")) != "true":
+    elif kind in ("MULTI_NPU", "MULTI_GPU", "FSDP", "DEEPSPEED") and not launch.get("use_cpu"):
         if machine.probe.get("kind") != wanted or not count:
             advice = f"accelerate would start {here} processes that each train alone on the CPU; mend the cards first"
             yield fail(name, f"{path} promises {here} cards, torch sees none", advice)
@@ -321,21 +334,24 @@ def _launch_problems(machine: Machine, launch: dict) -> Iterator[Check]:
             advice = f"two processes would share a card: num_processes: {count * servers}, or make more cards visible"
             yield fail(name, f"{path} wants {here} processes here, {count} cards are visible", advice)
     gpu_ids, visible = launch.get("gpu_ids", "all"), os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-    if re.fullmatch(r"\d+", gpu_ids):
+    if kind.startswith("MULTI_") and re.fullmatch(r"\d+", str(gpu_ids)):
+        advice = "accelerate wants two ids or more with it; for one card distributed_type: 'NO' and num_processes: 1, and the card by"
+        yield fail(name, f"{path}: gpu_ids {gpu_ids} with {kind}", f"{advice} ASCEND_RT_VISIBLE_DEVICES={gpu_ids}")
+    elif isinstance(gpu_ids, int):
         yield fail(name, f"{path}: gpu_ids: {gpu_ids}", f"quote it (gpu_ids: '{gpu_ids}'), else accelerate crashes")
-    if gpu_ids not in ("all", "") and visible is not None:
+    if gpu_ids not in ("all", "", None) and visible is not None:
         yield warn(name, f"gpu_ids {gpu_ids} overwrites ASCEND_RT_VISIBLE_DEVICES={visible}", "use one of the two")
-    if launch.get("mixed_precision") in ("no", "off", "false"):
+    if launch.get("mixed_precision") is False:
         advice = "quote it ('no'): YAML reads it as false and accelerate crashes"
-        yield fail(name, f"{path}: mixed_precision: {launch['mixed_precision']}", advice)
+        yield fail(name, f"{path}: mixed_precision: no", advice)
     for key in ("max_restarts", "tee", "log_dir"):
         if key in launch:
             yield fail(
                 name, f"{path}: {key}", "accelerate refuses this key in a file; give it as a flag of accelerate launch"
             )
-    if servers > 1 and unquoted(launch.get("rdzv_backend", "static")) != "static":
+    if servers > 1 and launch.get("rdzv_backend", "static") != "static":
         yield warn(name, f"{path}: rdzv_backend is ignored in a file", "give it as a flag of accelerate launch")
-    port = int(unquoted(launch.get("main_process_port") or "") or (29500 if servers > 1 else 0))
+    port = whole_number(launch, "main_process_port", 0) or (29500 if servers > 1 else 0)
     if port and _port_is_taken(port):
         advice = "end the job that holds it (ss -ltnp), or set another main_process_port, the same on every server"
         yield fail("port", f"{port} is taken", advice)
@@ -363,10 +379,13 @@ def check_environment(machine: Machine) -> Iterator[Check]:
     if machine.kind != "npu":
         return
     times = [effective["HCCL_CONNECT_TIMEOUT"], effective["HCCL_EXEC_TIMEOUT"]]
-    times.append(machine.train.get("ddp_timeout") or str(knowledge("versions")["ddp_timeout"]))
+    times.append(str(machine.train.get("ddp_timeout") or knowledge("versions")["ddp_timeout"]))
     found = "HCCL_CONNECT_TIMEOUT {} s, HCCL_EXEC_TIMEOUT {} s, ddp_timeout {} s".format(*times)
     if not all(time.isdigit() for time in times):
         yield fail("time-outs", found, "time-outs are whole seconds")
+    elif int(times[1]) == 0:
+        advice = "unset it: with 0 a card waits for a lost rank for ever, and HCCL never says for whom; only ddp_timeout ends that"
+        yield warn("time-outs", found, advice)
     elif int(times[2]) <= int(times[1]):
         advice = (
             f"ddp_timeout must be above HCCL_EXEC_TIMEOUT, else HCCL's reason is never shown: {int(times[1]) + 24}, "
@@ -378,7 +397,7 @@ def check_environment(machine: Machine) -> Iterator[Check]:
         yield warn(
             "environment", "ASCEND_LAUNCH_BLOCKING=1", "for debugging only, training is several times slower: unset it"
         )
-    if int(unquoted(machine.launch.get("num_machines") or "1")) > 1 and not effective["HCCL_SOCKET_IFNAME"]:
+    if str(machine.launch.get("num_machines") or 1) not in ("0", "1") and not effective["HCCL_SOCKET_IFNAME"]:
         advice = "name the interface between the servers (ip -br addr) on each of them"
         yield warn("environment", "several servers, HCCL_SOCKET_IFNAME not set", advice)
 

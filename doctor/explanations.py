@@ -12,6 +12,7 @@ OWN_SENTENCE = re.compile(r"^error(?: on rank \d+)?: .*")  # sft/errors.py
 EXCEPTION = re.compile(
     rf"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*|{OWN_SENTENCE.pattern}"
 )
+CODE = r"(?i:code|result|errno|err|ret|status)[^\w\n]{{0,5}}(?:is[^\w\n]{{0,3}})?(?:{})\b"  # not "step 561003"
 LAUNCHER = re.compile(r"ChildFailedError|CalledProcessError")
 
 
@@ -26,7 +27,8 @@ def explain(log: str) -> dict:
     starts = [0, *(match.end() for match in re.finditer("\n", log))]
     hits_of_line: dict[int, list[dict]] = {}
     for row in knowledge("signatures")["signatures"]:
-        for match in re.finditer(row["pattern"], log):
+        pattern = f"{row['pattern']}|{CODE.format(row['codes'])}" if "codes" in row else row["pattern"]
+        for match in re.finditer(pattern, log):
             hits_of_line.setdefault(bisect.bisect_right(starts, match.start()), []).append(row)
     rank, errors, found, root, in_summary, after_place = None, [], {}, None, False, False
     for number, raw in enumerate(log.split("\n"), 1):
@@ -46,15 +48,17 @@ def explain(log: str) -> dict:
         hits = [] if is_source else hits_of_line.get(number, [])  # a traceback's quotation of the program
         if LAUNCHER.search(text) or not (hits or EXCEPTION.match(text)):
             continue
+        for row in hits:
+            found.setdefault(row["id"], {**row, "line": number, "rank": rank, "count": 0})["count"] += 1
+        if hits and all(row.get("warning") for row in hits):
+            continue
         stamp = STAMP.search(text)
         consequence = bool(hits) and all(row.get("consequence") for row in hits)
         errors.append({"rank": rank, "line": number, "message": text.strip(), "consequence": consequence,
                        "stamp": stamp.group(0) if stamp else None, "ids": [row["id"] for row in hits]})  # fmt: skip
-        for row in hits:
-            found.setdefault(row["id"], {**row, "line": number, "rank": rank, "count": 0})["count"] += 1
     causes = [error for error in errors if not error["consequence"]] or errors
     if not causes:
-        return {"rank": root, "line": None, "message": "no error found in the log", "failures": []}
+        return {"rank": root, "line": None, "message": "no error found in the log", "failures": list(found.values())}
     stamped = [error for error in causes if error["stamp"]]
     first = min(causes, key=lambda error: error["line"])
     if first["stamp"] and len(stamped) > 1:
@@ -62,7 +66,14 @@ def explain(log: str) -> dict:
     if first["consequence"] and root is not None:
         first = next((error for error in errors if error["rank"] == root), first)
     order = sorted(
-        found.values(), key=lambda row: (row["id"] not in first["ids"], row.get("consequence", False), row["line"])
+        found.values(),
+        key=lambda row: (
+            row.get("warning", False),
+            row.get("consequence", False) and row["id"] not in first["ids"],
+            row.get("vague", False),
+            row["id"] not in first["ids"],
+            row["line"],
+        ),
     )
     return {
         "rank": first["rank"] if first["rank"] is not None else root,

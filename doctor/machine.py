@@ -43,6 +43,7 @@ class Machine:
     probe: dict = field(default_factory=dict)  # what torch says about the cards
     imports: dict = field(default_factory=dict)  # package → "" or the error of its import
     smi: dict = field(default_factory=dict)  # what the vendor's tool says about the cards
+    unreadable: list = field(default_factory=list)  # config files that are none, with the reason
     versions: dict = field(default_factory=dict)  # of Python, packages, CANN and driver
     kind: str = "cpu"
 
@@ -89,13 +90,58 @@ def requirements_file(cann: str | None, driver: str | None) -> str:
 
 
 def read_flat(path: str | Path) -> dict:
-    """Keys and values of a YAML file, nested ones too, as text. PyYAML may be missing here, so it is not used."""
-    pairs = re.findall(r"^\s*([A-Za-z_]\w*):[ \t]*([^\n]*)", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
-    return {key: re.sub(r"\s+#.*$", "", value).strip() for key, value in pairs}
+    """Keys and values of a YAML file, those of nested mappings beside the others. Raises: ValueError when it is none.
+
+    Where PyYAML is missing, which is what the doctor may be asked to find out, lines of the form `key: value` are read.
+    """
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    try:
+        import yaml
+    except ImportError:
+        pairs = re.findall(r"^\s*([A-Za-z_]\w*):[ \t]*([^\n]*)", text, re.MULTILINE)
+        return {key: _scalar(re.sub(r"\s+#.*$", "", value).strip()) for key, value in pairs}
+    try:
+        settings = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"no valid YAML: {' '.join(str(error).split())[:200]}") from None
+    return _flattened(settings) if isinstance(settings, dict) else {}
 
 
-def unquoted(value: str) -> str:
-    return value.strip("'\"")
+def _flattened(settings: dict) -> dict:
+    flat = {}
+    for key, value in settings.items():
+        flat.update(_flattened(value) if isinstance(value, dict) else {str(key): value})
+    return flat
+
+
+def _scalar(text: str):
+    """A YAML value without PyYAML: quoted text stays text, numbers and truth values become what YAML 1.1 makes of them."""
+    if text[:1] in ("'", '"'):
+        return text.strip(text[0])
+    words = {
+        "": None,
+        "null": None,
+        "~": None,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    if text.lower() in words:
+        return words[text.lower()]
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def whole_number(settings: dict, key: str, default: int) -> int:
+    """A whole number from 0 on of a launch config. Raises: ValueError naming the key."""
+    value = settings.get(key)
+    if value is None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", str(value)):
+        raise ValueError(f"{key} is {value}; expected a whole number")
+    return int(value)
 
 
 def default_accelerate_config() -> str | None:
@@ -265,8 +311,11 @@ def probe_all(machine: Machine) -> None:
 def read_machine(machine: Machine) -> None:
     """Fills in what files and tools say: launch config, npu-smi or nvidia-smi, versions, the kind of machine."""
     path = machine.accelerate_config = machine.accelerate_config or default_accelerate_config()
-    machine.launch = read_flat(path) if path else {}
-    machine.train = read_flat(machine.train_config) if machine.train_config else {}
+    for name, file in (("launch", path), ("train", machine.train_config)):
+        try:
+            setattr(machine, name, read_flat(file) if file else {})
+        except (ValueError, OSError) as error:
+            machine.unreadable.append(f"{file}: {error}")
     status, text = run_tool("npu-smi", "info", timeout_s=min(machine.timeout_s, 30))
     if status is not None:
         machine.smi = read_npu_smi(text) if status == 0 else {"error": text}

@@ -21,6 +21,7 @@ from sft.errors import UserError
 OUTSIDE_TORCH_BYTES = 2 * 200 * (1 << 20) + GIB
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs call their number
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")  # and the MLP that every token goes through
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ASSUMED_TARGET_SHARE = 0.5  # of the tokens that are in the loss, where no data set says it
 
 
@@ -55,7 +56,15 @@ def read_model_config(name: str):
                 f"the config of {name} cannot be read ({str(error).splitlines()[0]}); give a local directory, a "
                 f"config.json, or one of {', '.join(known)}"
             ) from None
-    return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "transformers_version"})
+    for key in (*SHAPE, "vocab_size"):  # before a class makes lists of that many layers
+        if key in values and (wrong := schemas.mismatch(values[key], schemas.SIZE)):
+            raise UserError(f"the config of {name}: {key}{wrong.removeprefix('it')}")
+    if not isinstance(values.get("model_type"), str):
+        raise UserError(f"{path} names no model_type; give the config.json of a model")
+    try:
+        return AutoConfig.for_model(**{key: value for key, value in values.items() if key != "transformers_version"})
+    except Exception as error:  # each model's config checks its values with exceptions of its own
+        raise UserError(f"the config of {name} is refused: {(str(error).splitlines() or [''])[0]}; check it") from error
 
 
 def active_width(config) -> tuple[int, int]:
@@ -110,11 +119,15 @@ def estimate(config, plan: Plan) -> dict[str, int]:
     Raises: UserError for a model whose layers are not counted here: not of Llama's shape, with experts or without.
     """
     whole, config = config, modeling.text_config(config)
-    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if not all(getattr(config, name, None) for name in shape):
+    if not all(getattr(config, name, None) for name in SHAPE):
         raise UserError(f"{config.model_type} is not a model of Llama's shape; the estimate does not count its layers")
-    with torch.device("meta"):  # eager: the default of transformers 4.55 wants torch 2.1.1
-        model = AutoModelForCausalLM.from_config(whole, attn_implementation="eager")
+    try:
+        with torch.device("meta"):  # eager: the default of transformers 4.55 wants torch 2.1.1
+            model = AutoModelForCausalLM.from_config(whole, attn_implementation="eager")
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, KeyError) as error:
+        raise UserError(
+            f"no {config.model_type} can be built from the model's config ({error}); check its sizes"
+        ) from error
     size, hidden, vocabulary = plan.dtype.itemsize, config.hidden_size, config.vocab_size
     weights = sum(p.numel() for p in model.parameters())
     linears = modeling.language_linears(model)[0]

@@ -321,7 +321,12 @@ def _prepare_npu(ddp_timeout: int) -> None:
 
     # Kernels come from the shipped library instead of being compiled per shape (torch_npu docs, set_compile_mode).
     torch.npu.set_compile_mode(jit_compile=False)
-    exec_timeout = int(os.environ.get("HCCL_EXEC_TIMEOUT", HCCL_EXEC_TIMEOUT_DEFAULT_S))
+    given = os.environ.get("HCCL_EXEC_TIMEOUT") or str(HCCL_EXEC_TIMEOUT_DEFAULT_S)
+    if not given.isdecimal():
+        raise UserError(
+            f"HCCL_EXEC_TIMEOUT is {given}; expected whole seconds, for example {HCCL_EXEC_TIMEOUT_DEFAULT_S}"
+        )
+    exec_timeout = int(given)
     if ddp_timeout <= exec_timeout:
         raise UserError(
             f"ddp_timeout is {ddp_timeout} s but HCCL_EXEC_TIMEOUT is {exec_timeout} s; torch_npu wants the first above "

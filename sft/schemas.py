@@ -26,6 +26,7 @@ NAME = Kind("text that is not empty", lambda value: isinstance(value, str) and v
 BOOL = Kind("true or false", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number from 0 on", _is_count)
 POSITIVE = Kind("a whole number from 1 on", lambda value: _is_count(value) and value > 0)
+SIZE = Kind("a whole number from 1 to 10,000,000", lambda value: _is_count(value) and 0 < value <= 10_000_000)
 NUMBER = Kind("a number", lambda value: _is_number(value) or value != value)  # a loss may be NaN
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 ANY = Kind("anything", lambda value: True)

@@ -320,7 +320,7 @@ def test_traps_of_the_launch_config(server, tmp_path, config, count, status, exp
 
 def test_wizards_config_is_found(server, tmp_path):
     write(tmp_path / "huggingface/accelerate/default_config.yaml", "distributed_type: MULTI_NPU\nnum_processes: 4\n")
-    assert server().launch["num_processes"] == "4"
+    assert server().launch["num_processes"] == 4
 
 
 def test_busy_port_is_seen(server, tmp_path):
@@ -820,7 +820,7 @@ def test_report_holds_everything_and_no_secret(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--estimate", "--max_length", "-5"], "--max_length: -5: it must be above 0"),
+        (["--estimate", "--max_length", "-5"], "--max_length: -5: it must be above 0 and below 10^12"),
         (["--collectives", "--deadline_s", "0"], "--deadline_s: 0: it must be above 0"),
         (["--estimate", "--explain", "log"], "answer one question each"),
         (["--report", "."], "--report . is a directory; name a file in it"),
@@ -836,3 +836,108 @@ def test_an_estimate_for_no_number_of_processes_is_refused(tiny_model_dir, tmp_p
     flags = ["--model_name_or_path", tiny_model_dir, "--accelerate_config", tmp_path / "launch.yaml"]
     result = run_script("doctor.py", "--estimate", *flags)
     assert result.returncode == 2 and "num_processes is many; expected a number" in result.stderr
+
+
+# --- explanations from public reports, each with a log of that shape ---------------------------------------------------
+
+REPORTED = [  # log, what comes first, a word of what to do
+    ("[rank7]: RuntimeError: npuSynchronizeDevice:torch_npu/csrc/core/npu/NPUStream.cpp:435 NPU function error: "
+     "aclrtSynchronizeDevice, error code is 507046\n[rank7]: EE1002: [PID: 12] 2025-03-08-10:00:00.000.001 Stream "
+     "synchronize timeout.\n", "stream-timeout", "ACL_STREAM_TIMEOUT"),
+    ("[ERROR] TUNE(2440,python):2026-04-08-15:18:43.444.213 [pywrapper.cpp:94]\"ModuleNotFoundError: No module named "
+     "'tbe.common'\n\"\n", "cann-tbe", "set_env.sh"),
+    ("EH9999: Inner Error!\nEH9999  [Init][Env]init env failed![FUNC:ReportInnerError][LINE:145]\n        build op model "
+     "failed, result = 500001[FUNC:ReportInnerError]\n", None, "requirements-cann-python.txt"),
+    ("RuntimeError: call aclnnAddRmsNorm failed, detail: EZ9999: Inner Error!\n        AclNN_Runtime_Error(EZ9903): "
+     "op AddRmsNorm does not has any binary, error code is 561000\n", "opp-missing", "Ascend-cann-kernels"),
+    ("RuntimeError: Failed to find function HcclCommInitRootInfoConfig\n", "torch-npu-newer-than-cann", "torch_npu"),
+    ("ImportError: libatb.so: cannot open shared object file: No such file or directory\n", "nnal-not-sourced", "nnal"),
+    ("[rank1]: RuntimeError: create_config:compiler_depend.ts:102 HCCL function error: hcclCommInitRootInfoConfig(numRanks, "
+     "&rootInfo, rank, config, &(comm->hcclComm_)), error code is 15\n[rank1]: EE9999: Inner Error!\n",
+     "hccl-init-15", "ASCEND_RT_VISIBLE_DEVICES"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("log", "first", "remedy"), REPORTED)
+def test_reported_failures_are_explained_as_what_they_are(log, first, remedy):
+    failures = explanations.explain(log)["failures"]
+    named = [row["id"] for row in failures]
+    assert (first or "cann-init-env") in named and remedy in "".join(row["check"] for row in failures)
+    assert first is None or named[0] == first
+    assert not {"aicore-exception", "missing-module"} & set(named)
+
+
+@pytest.mark.parametrize("number", [561003, 507015, 507899, 500001])
+def test_a_number_is_an_error_code_only_where_it_is_called_one(number):
+    assert explanations.known(f"step {number}/900000: loss 1.2 lr 1e-4 tok/s {number}\n") == []
+    assert explanations.known(f"RuntimeError: NPU function error: x, error code is {number}\n") != []
+
+
+def test_a_warning_of_a_run_that_went_on_is_no_failure():
+    warning = "[W] The value of HCCL_EVENT_TIMEOUT is less than or equal to the value of HCCL_EXEC_TIMEOUT:1836\n"
+    answer = explanations.explain(f"{warning}step 1 loss 2.3\nDone: loss 2.3 → 1.9\n")
+    assert answer["message"] == "no error found in the log" and [r["id"] for r in answer["failures"]] == [
+        "ddp-timeout-below-hccl"
+    ]
+    answer = explanations.explain(f"{warning}torch.OutOfMemoryError: NPU out of memory. Tried to allocate 594.00 MiB\n")
+    assert [r["id"] for r in answer["failures"]] == ["npu-oom", "ddp-timeout-below-hccl"] and answer["line"] == 2
+
+
+def test_no_time_out_of_hccl_is_warned_of(server, monkeypatch):
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "0")
+    check = one(checks.check_environment(server()), "time-outs")
+    assert check.status == "warn" and "for ever" in check.remedy
+
+
+@pytest.mark.parametrize("with_yaml", [True, False])
+def test_launch_configs_are_read_with_and_without_pyyaml(tmp_path, monkeypatch, with_yaml):
+    if not with_yaml:
+        monkeypatch.setitem(sys.modules, "yaml", None)
+    path = write(tmp_path / "a.yaml", "distributed_type: 'NO'\nnum_processes: 2  # two\nuse_cpu: true\nmixed_precision: no\n"
+                 "gpu_ids: '3'\nfsdp_config:\n  fsdp_version: 2\nmain_process_ip:\n")  # fmt: skip
+    assert seen.read_flat(path) == {
+        "distributed_type": "NO", "num_processes": 2, "use_cpu": True, "mixed_precision": False, "gpu_ids": "3",
+        "fsdp_version": 2, "main_process_ip": None, **({} if with_yaml else {"fsdp_config": None}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("distributed_type: MULTI_NPU\nnum_processes: many\n", "num_processes is many; expected a whole number"),
+        ("distributed_type: [\n", "no valid YAML"),
+        ("distributed_type: MULTI_NPU\nnum_processes: 1\ngpu_ids: '0'\n", "accelerate wants two ids or more"),
+    ],
+)
+def test_launch_configs_that_cannot_be_are_refused(server, tmp_path, config, expected):
+    machine = server(accelerate_config=str(write(tmp_path / "launch.yaml", config)))
+    machine.probe = {"kind": "npu", "count": 2}
+    results = [check for check in checks.check_launch_config(machine) if check.name == "launch config"]
+    assert [check.status for check in results] == ["FAIL"] and expected in results[0].found + results[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"vocab_size": float("inf")}, ""),
+        ({"hidden_size": "64"}, ""),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected"),
+        ({"model_type": "nothing-of-that-name"}, "is refused"),
+        ({"model_type": None}, "names no model_type"),
+    ],
+)
+def test_an_estimate_of_an_impossible_model_is_refused(tmp_path, change, words):
+    values = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}  # fmt: skip
+    path = write(tmp_path / "model/config.json", json.dumps({**values, **change}))
+    with pytest.raises(UserError, match=words):
+        memory.estimate_run(None, None, str(path.parent), 512)
+
+
+def test_a_report_is_written_although_the_model_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "probe_all", lambda machine: None)  # two slow probes that have their own tests
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--report", str(tmp_path / "r.md"), "--estimate",
+                                      "--model_name_or_path", str(tmp_path / "none")])  # fmt: skip
+    SCRIPT["main"]()
+    assert "could not be estimated: the config of" in (tmp_path / "r.md").read_text()

@@ -16,6 +16,7 @@ from sft.errors import RunFailed
 
 ALL_WRITTEN = threading.Event()  # what is left is a rename and the summary: no signal ends that
 STOP = threading.Event()  # a signal came; Python may have swallowed the interrupt that it raised (while it forks, say)
+STARTING = threading.Event()  # processes are started: an interrupt in the middle of that would leave half a pool
 _WORK: list[Callable] = []  # of a worker process: what it does with each batch
 
 
@@ -32,7 +33,10 @@ def map_batches(work: Callable[[list], Any], batches: Iterator[list], processes:
         processes, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(work, os.getpid())
     )
     pending: deque = deque()
+    STARTING.set()
     try:
+        pool.submit(os.getpid)
+        STARTING.clear()
         for batch in batches:
             if STOP.is_set():
                 raise KeyboardInterrupt
@@ -49,7 +53,8 @@ def map_batches(work: Callable[[list], Any], batches: Iterator[list], processes:
             "written: run the same command with fewer workers, --num_proc 1"
         ) from None
     finally:
-        if pending:  # it ends early: what is under way is of no use
+        STARTING.clear()
+        if pending or STOP.is_set():  # it ends early: what is under way is of no use
             for process in multiprocessing.active_children():
                 process.kill()
         pool.shutdown(cancel_futures=True)
@@ -81,7 +86,8 @@ def end_on_signals() -> None:
             os._exit(1)
         if not ALL_WRITTEN.is_set():
             STOP.set()
-            raise KeyboardInterrupt
+            if not STARTING.is_set():
+                raise KeyboardInterrupt
 
     def report_unraisable(what):
         if not STOP.is_set():

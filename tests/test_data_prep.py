@@ -542,7 +542,7 @@ THINKING_TEMPLATE = """
 
 {% endif %}{% endif %}"""
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call><|im_end|>'
-NO_PLACE, NO_TOOLS, END = "has no place for a thought", "chat template", "<|im_end|>"
+NO_PLACE, NO_TOOLS, END = "has no place for a thought", "the chat template knows no tools", "<|im_end|>"
 BOTH = "as the other"
 # file: targets with the thinking template, targets with plain ChatML; a text alone is the reason of the refusal
 TODAY = {
@@ -559,7 +559,7 @@ TODAY = {
     "tool_calls": (["I look." + CALL, "It rains." + END], NO_TOOLS),
     "tool_calls_as_text": ([CALL, "It rains." + END], NO_TOOLS),
     "sharegpt_function_call": ([CALL, "It rains." + END], NO_TOOLS),
-    "sharegpt_call_without_a_name": (["{}" + END, "It rains." + END], BOTH),
+    "sharegpt_call_without_a_name": (["{}" + END, "It rains." + END], NO_TOOLS),
     "tool_call_ends_row": (["I look." + CALL], NO_TOOLS),
     "tools_that_are_no_json": ("`tools` is a text that is no JSON", BOTH),
     "images": ("`images` is not empty: this trains text only", BOTH),

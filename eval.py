@@ -25,7 +25,19 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from sft import artifacts, checkpoint, dataset, evaluation, markdown, metrics, modeling, packing, report, run_directory
+from sft import (
+    artifacts,
+    checkpoint,
+    dataset,
+    evaluation,
+    hub,
+    markdown,
+    metrics,
+    modeling,
+    packing,
+    report,
+    run_directory,
+)
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
 from sft.errors import RunFailed, UserError
@@ -69,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     started = time.perf_counter()
     run = open_run(settings)
     output_dir = open_output(settings)
-    model_name = settings.model_name_or_path or run.config["model_name_or_path"]
+    model_name = base_model(settings, run)
     tokenizer = load_tokenizer(model_name, settings.trust_remote_code)
     manifest, rows = open_rows(settings, run, tokenizer)
     accelerator = device.start(settings.ddp_timeout)
@@ -143,7 +155,7 @@ def open_run(settings: EvalConfig) -> report.RunResults:
             f"{run.directory} is not a finished run: {lack} ({there} there); the train.py command that began it goes on "
             "from its last checkpoint and finishes it"
         )
-    model_name = settings.model_name_or_path or run.config["model_name_or_path"]
+    model_name = base_model(settings, run)
     found, trained_on = artifacts.model_sha256(model_name), run.provenance.get("model_sha256")
     if found and trained_on and found != trained_on:
         raise UserError(
@@ -151,6 +163,13 @@ def open_run(settings: EvalConfig) -> report.RunResults:
             f"run's is {trained_on[:12]}…); give that model's place with --model_name_or_path"
         )
     return run
+
+
+def base_model(settings: EvalConfig, run: report.RunResults) -> str:
+    """Where the base model is: as the settings say, or what the run trained, of a hub the same commit."""
+    if settings.model_name_or_path:
+        return settings.model_name_or_path
+    return hub.local_directory(run.config["model_name_or_path"], run.provenance.get("model_commit"))[0]
 
 
 def open_rows(settings: EvalConfig, run: report.RunResults, tokenizer) -> tuple[dict, datasets.Dataset]:

@@ -88,6 +88,8 @@ def main() -> None:
     adapter_dir = Path(settings.run_dir)
     lora, deltas, provenance = read_run(adapter_dir)
     base_name = settings.model_name_or_path or provenance["model_name_or_path"]
+    if not settings.model_name_or_path:  # of a hub, the commit that was trained
+        base_name = hub.local_directory(base_name, provenance.get("model_commit"))[0]
     base_dir = weights.weights_directory(base_name)
     files = weights.places(base_dir)
     for kept in (adapter_dir, base_dir):

@@ -23,14 +23,27 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, speed, weights
+from sft import (
+    artifacts,
+    batching,
+    checkpoint,
+    config,
+    evaluation,
+    hub,
+    micro_batch,
+    modeling,
+    packing,
+    results,
+    speed,
+    weights,
+)
 from sft.config import TrainConfig
 from sft.dataset import Dataset
 from sft.dropout import DropoutRows, own_dropout
 from sft.errors import UserError
 from sft.failures import explained_memory, fail_on_non_finite
 from sft.journal import check_trackers
-from sft.run_directory import RunDirectory, describe_inputs, out_of_patience
+from sft.run_directory import RunDirectory, adapter_sha256, describe_inputs, out_of_patience
 from sft.tokenizer import load_tokenizer
 from sft.watchdog import Watchdog
 
@@ -63,7 +76,7 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
             f"{directory.path} is complete at step {directory.first_step}: nothing to do (overwrite_output_dir starts anew)."
         )
         return
-    learner = build_learner(settings, inputs.dtype, directory.start.checkpoint, accelerator)
+    learner = build_learner(settings, inputs, directory.start.checkpoint, accelerator)
     packing.choose_forward(learner.model, accelerator, inputs.train_rows)
     if settings.auto_micro_batch:
         plan = micro_batch.fit(plan, learner.model, inputs.train_rows, accelerator)
@@ -79,11 +92,13 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads: rows, and the dtype of the base; `provenance` says what they are."""
+    """What a run reads: rows, base model, adapter to start from, dtype of the base; `provenance` says what they are."""
 
     data: Dataset
     train_rows: object  # datasets.Dataset
     eval_rows: object
+    base_dir: str
+    adapter_dir: str | None
     dtype: torch.dtype
     provenance: dict
 
@@ -95,15 +110,27 @@ def read_inputs(settings: TrainConfig, accelerator) -> Inputs:
     """
     data = Dataset(settings.dataset_dir)
     train_rows = data.train
-    data.check_tokenizer(load_tokenizer(settings.model_name_or_path, settings.trust_remote_code))
+    base_dir, base_commit = hub.local_directory(settings.model_name_or_path, settings.revision)
+    adapter_dir, adapter_commit = None, None
+    if settings.adapter_name_or_path:
+        adapter_dir, adapter_commit = hub.local_directory(
+            settings.adapter_name_or_path, settings.adapter_revision, "adapter"
+        )
+    data.check_tokenizer(load_tokenizer(base_dir, settings.trust_remote_code))
     if len(train_rows) == 0 or min(train_rows["target_tokens"]) < 1:
         raise UserError(
             f"{settings.dataset_dir}: {len(train_rows)} training rows, some without target tokens; make the data set "
             "with data_prep.py, which leaves out rows that have nothing to learn"
         )
     dtype = device.base_dtype(settings.dtype, accelerator.device)
-    provenance = describe_inputs(settings, data.manifest, dtype, accelerator.mixed_precision)
-    return Inputs(data, train_rows, data.eval, dtype, provenance)
+    provenance = {
+        **describe_inputs(settings, data.manifest, dtype, accelerator.mixed_precision),
+        "model_sha256": artifacts.model_sha256(base_dir),
+        "model_commit": base_commit,
+        "start_adapter_sha256": adapter_sha256(adapter_dir) if adapter_dir else None,
+        "start_adapter_commit": adapter_commit,
+    }
+    return Inputs(data, train_rows, data.eval, base_dir, adapter_dir, dtype, provenance)
 
 
 def plan_batches(settings: TrainConfig, train_rows, directory: RunDirectory) -> batching.BatchPlan:
@@ -136,18 +163,18 @@ class Learner:
         return self.parameters[1] - (0 if tied else table.numel())
 
 
-def build_learner(settings: TrainConfig, dtype: torch.dtype, resumed: checkpoint.Checkpoint | None, accelerator):
+def build_learner(settings: TrainConfig, inputs: Inputs, resumed: checkpoint.Checkpoint | None, accelerator) -> Learner:
     """The frozen base with its adapter, and the optimizer, as a checkpoint left them or new."""
     base = modeling.load_base(
-        settings.model_name_or_path, dtype, accelerator.device, settings.attn_implementation, settings.trust_remote_code,
+        inputs.base_dir, inputs.dtype, accelerator.device, settings.attn_implementation, settings.trust_remote_code,
         empty=device.is_sharded(accelerator),
     )  # fmt: skip
-    peft_model = put_adapter_on(base, settings)
+    peft_model = put_adapter_on(base, settings, inputs.adapter_dir)
     if resumed:
         checkpoint.restore_adapter(resumed, peft_model)
     trainable, total = modeling.parameter_counts(peft_model)
     accelerator.print(
-        f"{trainable:,} trainable of {total:,} parameters; {device.describe_precision(dtype, accelerator)}."
+        f"{trainable:,} trainable of {total:,} parameters; {device.describe_precision(inputs.dtype, accelerator)}."
     )
     optimizer = torch.optim.AdamW(
         modeling.trainable_parameters(peft_model).values(),
@@ -157,23 +184,23 @@ def build_learner(settings: TrainConfig, dtype: torch.dtype, resumed: checkpoint
     dropout = own_dropout(peft_model, settings.seed)
     model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens, dropout)
     model, optimizer = accelerator.prepare(model, optimizer)
-    weights.fill_from_disk(model, settings.model_name_or_path, accelerator.device)
+    weights.fill_from_disk(model, inputs.base_dir, accelerator.device)
     if resumed:
         checkpoint.restore_optimizer(resumed, model, optimizer.optimizer)
     return Learner(model, peft_model, optimizer, dropout, (trainable, total, modeling.held_parameters(model)))
 
 
-def put_adapter_on(base, settings: TrainConfig):
+def put_adapter_on(base, settings: TrainConfig, adapter_dir: str | None):
     """The base with a trainable adapter: a new one, or the one that the settings name."""
     if settings.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         base.enable_input_require_grads()
-    if not settings.adapter_name_or_path:
+    if adapter_dir is None:
         return modeling.add_lora(
             base, settings.lora_r, settings.lora_alpha, settings.lora_dropout, settings.target_modules, settings.seed
         )
     linears = modeling.language_linears(base)[0]
-    model = modeling.load_adapter(base, settings.adapter_name_or_path, trainable=True)
+    model = modeling.load_adapter(base, adapter_dir, trainable=True)
     loaded = model.peft_config["default"]
     targets = sorted(loaded.target_modules)
     if settings.target_modules == [modeling.ALL_LINEAR] and modeling.adapted_modules(model) == set(linears):

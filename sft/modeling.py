@@ -293,7 +293,9 @@ def load_adapter(base: PreTrainedModel, name_or_path: str, trainable: bool = Fal
                 f"adapter {name_or_path}: adapter_model.safetensors is damaged ({error}); copy it again, or take the one in "
                 "the run's newest checkpoint"
             ) from error
-        except RuntimeError as error:  # size mismatch, from load_state_dict
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):  # of load_state_dict; others, as out of memory, say what they are
+                raise
             raise UserError(
                 f"adapter {name_or_path} does not fit the base model: {str(error).splitlines()[-1].strip()}"
             ) from error

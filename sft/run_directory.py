@@ -156,10 +156,9 @@ class RunDirectory:
 
 
 def describe_inputs(settings: TrainConfig, manifest: dict, dtype, mixed_precision: str) -> dict:
-    """What a run is made from and the settings that decide its numbers, for provenance.json."""
+    """The settings that decide a run's numbers, and what its data set was made from, for provenance.json."""
     return {
         "model_name_or_path": settings.model_name_or_path,
-        "model_sha256": artifacts.model_sha256(settings.model_name_or_path),
         "dataset_sha256": manifest["dataset_sha256"],
         "tokenizer_sha256": manifest["tokenizer_sha256"],
         "template_sha256": manifest["template_sha256"],
@@ -169,6 +168,12 @@ def describe_inputs(settings: TrainConfig, manifest: dict, dtype, mixed_precisio
     }
 
 
+def adapter_sha256(directory: str) -> str:
+    """Hash of an adapter's weights and of the settings that PEFT reads with them."""
+    files = [Path(directory) / name for name in RESULTS]
+    return artifacts.sha256_json([artifacts.sha256_file(file) for file in files if file.is_file()])
+
+
 def check_ranks_alike(settings: TrainConfig, provenance: dict) -> None:
     """Refuses servers that would train on different files or with different settings. One object collective.
 
@@ -176,10 +181,10 @@ def check_ranks_alike(settings: TrainConfig, provenance: dict) -> None:
     adapter from rank 0. Raises: UserError on every rank, naming what differs and where.
     """
     mine = {**asdict(settings), **provenance}
-    if mine["model_sha256"]:  # the same files may lie elsewhere
-        del mine["model_name_or_path"]
-    for name in ("dataset_dir", "output_dir", "resume_from_checkpoint"):
-        del mine[name]
+    # The same files may lie elsewhere.
+    elsewhere = ("dataset_dir", "output_dir", "resume_from_checkpoint")
+    for name in (*elsewhere, *(("model_name_or_path", "model_commit", "revision") if mine["model_sha256"] else ())):
+        mine.pop(name, None)
     ranks = gather_object([(socket.gethostname(), mine)])
     first_host, first = ranks[0]
     for rank, (host, other) in enumerate(ranks):
@@ -295,15 +300,20 @@ def refuse_another_run(before: dict, now: dict, place: str) -> None:
     allowed = {"former_total_steps"} | ({"model_name_or_path"} if same_model else set())
     if before.get("total_steps") in now.get("former_total_steps", []):
         allowed.add("total_steps")
+    if same_model and not now.get("model_commit"):  # a copy of what the hub has
+        allowed.add("model_commit")
+    unknown = {key for key in before if key.endswith(("_sha256", "_commit")) and before[key] is None}
     changed = [
         key for key in sorted(set(before) | set(now))
-        if key in before and before[key] != now.get(key) and key not in allowed
+        if key in before and before[key] != now.get(key) and key not in allowed | unknown
     ]  # fmt: skip
     if not changed:
         return
     differences = "; ".join(f"{key} was {before[key]}, now {now.get(key)}" for key in changed)
     longer = changed == ["total_steps"] and before["total_steps"] < now["total_steps"]
     remedy = "train_longer: true to train on past its end (docs/running.md, Training on), " if longer else ""
+    if "model_commit" in changed:
+        remedy += f"revision: {before['model_commit']} to load the same model again, "
     raise UserError(
         f"{place} holds another run: {differences}. Give the same settings to continue it, {remedy}"
         "overwrite_output_dir: true to delete it, or another output_dir"

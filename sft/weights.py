@@ -13,11 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from sft.artifacts import read_json
 from sft.errors import UserError
+from sft.hub import local_directory
 from sft.modeling import plain_name
 from sft.tokenizer import BEFORE_5
-
-MODEL_FILES = ["*.safetensors", "*.json", "*.py", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*"]
-SECOND_COPIES = ["consolidated*", "original/*"]  # of the weights, in their makers' own form
 
 
 def weights_directory(name_or_path: str) -> Path:
@@ -25,19 +23,7 @@ def weights_directory(name_or_path: str) -> Path:
 
     Raises: UserError when it cannot be found or holds no safetensors.
     """
-    directory = Path(name_or_path)
-    if not directory.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
-
-        try:
-            directory = Path(snapshot_download(name_or_path, allow_patterns=MODEL_FILES, ignore_patterns=SECOND_COPIES))
-        # The hub's HTTP library has changed twice; its errors are bases of the hub's own.
-        except (*HfHubHTTPError.__bases__, OSError, ValueError) as error:
-            raise UserError(
-                f"base model {name_or_path} is neither a directory nor to be had from the hub: "
-                f"{str(error).strip().splitlines()[0]} — give a local directory; HF_ENDPOINT selects a mirror"
-            ) from error
+    directory = Path(local_directory(name_or_path)[0])
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"{directory} holds no safetensors files; convert the model's weights to safetensors first")
     return directory

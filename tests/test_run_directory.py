@@ -71,6 +71,42 @@ def test_another_mixed_precision_is_another_run(tmp_path):
     assert start(tmp_path / "old").checkpoint is None
 
 
+def test_another_commit_of_a_hub_model_is_refused_with_the_one_to_ask_for(tmp_path):
+    begin(tmp_path, steps=91, saved=(10,), model_commit="1" * 40)
+    with pytest.raises(
+        UserError, match=f"model_commit was 1+, now 2+.*revision: {'1' * 40} to load the same model again"
+    ):
+        start(tmp_path, provenance={**PROVENANCE, "model_commit": "2" * 40, "model_sha256": "e" * 64})
+    copied = {**PROVENANCE, "model_commit": None, "model_name_or_path": "/local/copy"}
+    assert start(tmp_path, provenance=copied).checkpoint.step == 10
+    begin(tmp_path / "old", steps=91, model_sha256=None)  # an earlier version hashed no model of a hub
+    assert start(tmp_path / "old").checkpoint is None
+
+
+def test_a_hub_name_is_a_directory_and_a_commit(tmp_path, monkeypatch):
+    """The layout of the hub's own cache, as huggingface_hub documents it."""
+    from huggingface_hub import constants
+
+    from sft import hub
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--tiny"
+    for commit, refs in (("1" * 40, ["v1"]), ("2" * 40, ["main"])):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        for ref in refs:
+            (repository / "refs").mkdir(exist_ok=True)
+            (repository / "refs" / ref).write_text(commit)
+    for revision, commit in ((None, "2" * 40), ("v1", "1" * 40), ("1" * 40, "1" * 40)):
+        directory, found = hub.local_directory("someone/tiny", revision)
+        assert (Path(directory), found) == (repository / "snapshots" / commit, commit)
+    with pytest.raises(UserError, match="base model someone/tiny at revision v9 is neither a directory nor to be had"):
+        hub.local_directory("someone/tiny", "v9")
+    assert hub.local_directory(str(tmp_path)) == (str(tmp_path), None)
+    with pytest.raises(UserError, match="is a local directory, which has no revision v1"):
+        hub.local_directory(str(tmp_path), "v1")
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", '{"name": "a wine"}', "{", "\udcff"])
 def test_a_file_called_provenance_makes_no_run(tmp_path, content):
     (tmp_path / "provenance.json").write_text(content, errors="surrogateescape")
@@ -107,7 +143,7 @@ def test_a_link_that_would_be_written_through_is_refused(tmp_path, name):
     outside.mkdir()
     (run_dir / name).symlink_to(outside / "target")
     for overwrite in (True, False):
-        with pytest.raises(UserError, match=f"symbolic links that lead out of it .{name} → .*outside/target"):
+        with pytest.raises(UserError, match=rf"symbolic links that lead out of it .{name} → .*outside/target"):
             start(run_dir, overwrite_output_dir=overwrite)
     assert list(outside.iterdir()) == []
 

@@ -3,6 +3,7 @@
 #   make test        all tests and the linter        make check      linter alone
 #   make test-npu    the NPU tests on a simulated Ascend (or on real cards)
 #   make bench       the measurements that README quotes
+#   make mutation    163 faults put into the code one by one: do the tests notice? (hours; MUTATION="--only sft/loss.py" picks some)
 #   make test-slow   the proofs that take longer     make test-serving  answers of a real vLLM server against eval.py's
 #   make test-cann8  the tests with the libraries of CANN 8.0 (torch 2.1, on CPU), against those of requirements.txt
 #   make test-torch26  the same with torch 2.6      TESTS="tests/test_stacks.py …" picks some
@@ -22,6 +23,7 @@ REPRODUCE ?=
 TRAINS := $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "peft", "accelerate"))))' 2>/dev/null && echo yes)
 MINIMUM_TESTS := 560
 TESTS ?=
+MUTATION ?=
 # The oldest Python that the pins allow is preferred where torch 2.1 is tested: it is what CANN 8.0 images have.
 PYTHON_CANN8 ?= $(shell for p in python3.10 $(HOME)/.pyenv/versions/3.10.*/bin/python python3.11 $(PYTHON); do \
 	$$p -c '' 2>/dev/null && echo $$p && break; done)
@@ -39,7 +41,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
 endif
 
-.PHONY: demo test check bench reproduce test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
+.PHONY: demo test check bench mutation reproduce test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
 
 demo: $(VENV)/runtime $(MODEL)/config.json
 	@echo "== 1/3 data: data/ascend_qa_en.jsonl → $(DEMO)/dataset"
@@ -106,6 +108,9 @@ test-serving: $(VENV)/development $(MODEL)/config.json
 	@.venv-serving/bin/pip install --quiet -r requirements-serving.txt
 	@.venv-serving/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	@REQUIRE_SERVING_TESTS=1 $(BIN)/python -m pytest tests/test_serving.py
+
+mutation: $(VENV)/development $(MODEL)/config.json
+	@$(BIN)/python -m tools.mutate $(MUTATION)
 
 test-slow: $(VENV)/development
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow --ignore tests/test_serving.py

@@ -54,6 +54,18 @@ def test_a_frozen_head_has_the_gradient_of_the_definition_in_float64_and_bfloat1
         assert (low.grad.double() - exact.grad).norm() < tolerance * exact.grad.norm()
 
 
+def test_scores_that_are_too_large_for_exp_have_the_loss_of_float64():
+    hidden, head, ids = make(frozen=True)
+    large = (300 * hidden.detach()).requires_grad_()
+    scores = large.detach().double() @ head.weight.double().T
+    assert scores.max() > 100  # exp overflows float32 above 88
+    nll = chunked_token_nll(large, head, ids, 8)
+    expected = torch.nn.functional.cross_entropy(scores, ids, reduction="none")
+    torch.testing.assert_close(nll.double(), expected, rtol=1e-5, atol=1e-4)
+    nll.sum().backward()
+    assert large.grad.isfinite().all()
+
+
 def test_no_targets_have_no_loss_and_zero_gradients_all_the_same():
     for frozen in (True, False):
         hidden, head, _ = make(frozen=frozen)

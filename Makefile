@@ -4,6 +4,7 @@
 #   make test-npu    the NPU tests on a simulated Ascend (or on real cards)
 #   make bench       the measurements that README quotes
 #   make mutation    163 faults put into the code one by one: do the tests notice? (hours; MUTATION="--only sft/loss.py" picks some)
+#   make fuzz        bad files and flags for all programs, drawn for four minutes
 #   make test-slow   the proofs that take longer     make test-serving  answers of a real vLLM server against eval.py's
 #   make test-cann8  the tests with the libraries of CANN 8.0 (torch 2.1, on CPU), against those of requirements.txt
 #   make test-torch26  the same with torch 2.6      TESTS="tests/test_stacks.py …" picks some
@@ -41,7 +42,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
 endif
 
-.PHONY: demo test check bench mutation reproduce test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
+.PHONY: demo test check bench mutation fuzz reproduce test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
 
 demo: $(VENV)/runtime $(MODEL)/config.json
 	@echo "== 1/3 data: data/ascend_qa_en.jsonl → $(DEMO)/dataset"
@@ -111,6 +112,9 @@ test-serving: $(VENV)/development $(MODEL)/config.json
 
 mutation: $(VENV)/development $(MODEL)/config.json
 	@$(BIN)/python -m tools.mutate $(MUTATION)
+
+fuzz: $(VENV)/development
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz --minutes 4 --seed $${SEED:-0}
 
 test-slow: $(VENV)/development
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow --ignore tests/test_serving.py

@@ -1,5 +1,7 @@
 """Do the ranks of this launch hear each other? Each step has a deadline, and a rank that is late is named."""
 
+import contextlib
+import itertools
 import json
 import os
 import socket
@@ -13,6 +15,7 @@ from sft.device import store_has
 from sft.errors import UserError
 
 LATE = 3  # exit status when a rank did not come in time
+BEAT_S = 0.5  # a rank whose process runs says so this often, even while it waits inside a collective
 
 
 class Rendezvous:
@@ -32,13 +35,40 @@ class Rendezvous:
         try:
             store = TCPStore(host, port, is_master=self.rank == 0 and not served, **settings)
             # A store answers one call at a time: the watch needs its own connection while the first one may be waiting.
-            self.watch = PrefixStore("doctor", TCPStore(host, store.port, is_master=False, **settings))
+            self.watch, self.pulse = (
+                PrefixStore("doctor", TCPStore(host, store.port, is_master=False, **settings)) for _ in range(2)
+            )
         except RuntimeError as error:
             raise UserError(
                 f"rank {self.rank} cannot reach the rendezvous at {host}:{port} ({str(error).splitlines()[0]}); check "
                 "main_process_ip, main_process_port and the firewall, and that rank 0 has started"
             ) from None
         self.store = PrefixStore("doctor", store)
+        self.place = f"{host}:{port}"
+        self.watch.set(f"beat/{self.rank}", "0")
+        threading.Thread(target=self.beat, daemon=True).start()
+
+    def beat(self) -> None:
+        """Tells the others, for as long as this process runs, that it does."""
+        for number in itertools.count(1):
+            time.sleep(BEAT_S)
+            try:
+                self.pulse.set(f"beat/{self.rank}", str(number))
+            except RuntimeError:  # the store has ended, and with it the launch
+                return
+
+    def standing_still(self) -> list[int]:
+        """The ranks whose processes do not run: stopped, hanging in the kernel, or on a host that is gone."""
+
+        def beats() -> list[bytes]:
+            return [
+                self.watch.get(f"beat/{rank}") if store_has(self.watch, f"beat/{rank}") else b""
+                for rank in range(self.world_size)
+            ]
+
+        before = beats()
+        time.sleep(4 * BEAT_S)
+        return [rank for rank, (one, two) in enumerate(zip(before, beats())) if one == two != b""]
 
     def sign(self, step: str, value: str = "here") -> None:
         self.store.set(f"{step}/{self.rank}", value)
@@ -50,38 +80,59 @@ class Rendezvous:
 
     def meet(self, step: str, value: str = "here", verb: str = "reached") -> None:
         """Signs and waits for all others; after the deadline names those that did not come and ends the process."""
+        timer = self.alarm(step, verb)  # asking may hang as well, where the launcher is stopped
         self.sign(step, value)
-        end = time.monotonic() + self.deadline_s
         while self.missing(step):
-            if time.monotonic() > end:
-                self.give_up(step, verb)
             time.sleep(0.02)
+        timer.cancel()
+
+    def alarm(self, step: str, verb: str) -> threading.Timer:
+        """A timer that gives up when the deadline is over."""
+        timer = threading.Timer(self.deadline_s, self.give_up, (step, verb))
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def guarded(self, step: str, collective):
         """`collective()` between two signatures; late ranks are named and errors explained, and then the process ends."""
         self.meet(step)
-        timer = threading.Timer(self.deadline_s, self.give_up, (f"{step} done", "finished"))
-        timer.daemon = True
-        timer.start()
+        timer = self.alarm(f"{step} done", "finished")
         try:
             result = collective()
         except RuntimeError as error:  # what HCCL, NCCL and gloo raise
             print(f"FAIL  {step} on rank {self.rank}: {explain(str(error))['message']}", flush=True)
             print(f"      → {remedy_for(str(error))}", flush=True)
             os._exit(LATE)
-        self.meet(f"{step} done", verb="finished")
         timer.cancel()
+        self.meet(f"{step} done", verb="finished")
         return result
 
     def give_up(self, step: str, verb: str) -> None:
-        late = self.missing(step, self.watch)
-        here = sorted(set(range(self.world_size)) - set(late)) or [0]
+        """Says, with one rank's voice, who is late, and ends this process; says that the launcher does not answer if so."""
+        name, answers = step.removesuffix(" done"), []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # a store that has ended answers so
+                answers.append((self.missing(step, self.watch), self.standing_still()))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(10 * BEAT_S)
+        if not answers:
+            print(f"FAIL  {name}: rank {self.rank} gets no answer from the rendezvous at {self.place} after "
+                  f"{self.deadline_s:.0f} s: the launcher that holds it is stopped, has ended or is cut off\n      → look at the "
+                  "launcher on the first server and at the network between the servers", flush=True)  # fmt: skip
+            os._exit(LATE)
+        late, still = answers[0]
+        if not late:  # all have come meanwhile
+            return
+        # Inside a collective that waits for one rank all are late: those whose processes stand still are the cause.
+        names = ", ".join(map(str, still or late))
+        awake = sorted(set(range(self.world_size)) - set(still))
+        here = sorted(set(awake) - set(late)) or awake
         if self.rank == here[0]:  # one voice, even if rank 0 is the one that is late
-            names = ", ".join(str(rank) for rank in late)
-            print(
-                f"FAIL  {step.removesuffix(' done')}: rank {names} had not {verb} it after {self.deadline_s:.0f} s",
-                flush=True,
-            )
+            state = "; its process stands still (stopped, or hanging in the driver)" if still else ""
+            print(f"FAIL  {name}: rank {names} had not {verb} it after {self.deadline_s:.0f} s{state}", flush=True)
             print("      → look at that rank's own output and host: is its process alive, its card free (python doctor.py "
                   "there), the same config and interface on each server (HCCL_SOCKET_IFNAME)?", flush=True)  # fmt: skip
         time.sleep(0.5)  # let the others see the same before the launcher ends them

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -752,6 +753,64 @@ meeting.meet("end")
     output = "".join(rank.communicate(timeout=60)[0] for rank in ranks)
     assert "FAIL  all_reduce: rank 1 had not finished it after 1 s" in output
     assert [rank.returncode for rank in ranks] == [3, 3]
+
+
+STOPPING = """
+import os, signal, sys, time
+from datetime import timedelta
+if os.environ["RANK"] == "holder":
+    from torch.distributed import TCPStore
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    print("holds", flush=True)
+    time.sleep(600)
+import torch.distributed as dist, torch
+from doctor.collectives import Rendezvous
+rank = int(os.environ["RANK"])
+meeting = Rendezvous(deadline_s=60)
+meeting.meet("start")
+dist.init_process_group("gloo", store=dist.PrefixStore("g", meeting.store), rank=rank, world_size=2)
+meeting.meet("group")
+meeting.deadline_s = 2
+print("ready", flush=True)
+if rank == 1 and sys.argv[1] == "rank":
+    meeting.meet("all_reduce")
+    os.kill(os.getpid(), signal.SIGSTOP)
+if sys.argv[1] == "holder":
+    time.sleep(3)  # until the test has stopped it
+meeting.guarded("all_reduce", lambda: dist.all_reduce(torch.ones(1)))
+"""
+
+
+@pytest.mark.parametrize(("who", "words"), [
+    ("rank", "FAIL  all_reduce: rank 1 had not finished it after 2 s; its process stands still"),
+    ("holder", "gets no answer from the rendezvous at 127.0.0.1:"),
+])  # fmt: skip
+def test_a_process_that_is_stopped_in_the_middle_is_named(tmp_path, who, words):
+    script = write(tmp_path / "stop.py", STOPPING)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT),
+           "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+
+    def begin(rank: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(script), who], env={**env, "RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+
+    holder = begin("holder")
+    assert holder.stdout.readline() == "holds\n"
+    ranks = [begin("0"), begin("1")]
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["ready\n", "ready\n"]
+        if who == "holder":
+            os.kill(holder.pid, signal.SIGSTOP)
+        output = ranks[0].communicate(timeout=120)[0]
+        assert words in output and ranks[0].returncode == 3
+    finally:
+        for process in (holder, *ranks):
+            process.kill()
+            process.wait()
 
 
 # --- simulated Ascend -------------------------------------------------------------------------------------------------

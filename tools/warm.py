@@ -108,14 +108,16 @@ class WarmServer:
                     if psutil.Process(pid).cmdline()[:2] == self.process.args[:2]:  # a fork of this server
                         os.kill(pid, signal.SIGKILL)
 
-    def start(self, *argv, processes: int = 2, env: dict | None = None, limits: dict | None = None) -> Start:
-        """Starts the script with these arguments. limits: {"RLIMIT_FSIZE": bytes, …} for its processes."""
+    def start(
+        self, *argv, processes: int = 2, env: dict | None = None, limits: dict | None = None, script: str | None = None
+    ) -> Start:
+        """Starts the script, or another one, with these arguments. limits: {"RLIMIT_FSIZE": bytes, …} for its processes."""
         self.count += 1
         log = Path(self.folder.name) / f"start-{self.count}.log"
         log.touch()
         request = {
             "argv": [str(word) for word in argv], "processes": processes, "env": env or {}, "limits": limits or {},
-            "log": str(log),
+            "log": str(log), "script": str(ROOT / script) if script else None,
         }  # fmt: skip
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
@@ -125,9 +127,11 @@ class WarmServer:
         self.starts.append(Start(started, log, processes, partial(self.wait, started)))
         return self.starts[-1]
 
-    def run(self, *argv, processes: int = 2, env=None, limits=None, timeout_s: float = 120) -> tuple[int, str]:
+    def run(
+        self, *argv, processes: int = 2, env=None, limits=None, script: str | None = None, timeout_s: float = 120
+    ) -> tuple[int, str]:
         """(exit status, what it printed) of one start that is waited for."""
-        start = self.start(*argv, processes=processes, env=env, limits=limits)
+        start = self.start(*argv, processes=processes, env=env, limits=limits, script=script)
         return start.wait(timeout_s), start.output
 
     def wait(self, pid: int, timeout_s: float) -> int:
@@ -280,6 +284,7 @@ def serve(script: str) -> None:
             os.environ.update(request["env"], WARM_LOG=request["log"])
             for name, value in request["limits"].items():
                 resource.setrlimit(getattr(resource, name), (value, value))
+            script = request["script"] or script
             if request["processes"] == 1:
                 run_main(script, request["argv"])
             else:

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 import contextlib
 import math
 import time
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,28 +22,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import (
-    artifacts,
-    batching,
-    checkpoint,
-    config,
-    evaluation,
-    hub,
-    micro_batch,
-    modeling,
-    packing,
-    results,
-    speed,
-    weights,
-)
+from sft import batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, speed
 from sft.config import TrainConfig
-from sft.dataset import Dataset
-from sft.dropout import DropoutRows, own_dropout
-from sft.errors import UserError
 from sft.failures import explained_memory, fail_on_non_finite
+from sft.inputs import read_inputs
 from sft.journal import check_trackers
-from sft.run_directory import RunDirectory, adapter_sha256, describe_inputs, out_of_patience
-from sft.tokenizer import load_tokenizer
+from sft.learner import build_learner
+from sft.run_directory import RunDirectory, out_of_patience
 from sft.watchdog import Watchdog
 
 
@@ -90,49 +74,6 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
     directory.journal.close()
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads: rows, base model, adapter to start from, dtype of the base; `provenance` says what they are."""
-
-    data: Dataset
-    train_rows: object  # datasets.Dataset
-    eval_rows: object
-    base_dir: str
-    adapter_dir: str | None
-    dtype: torch.dtype
-    provenance: dict
-
-
-def read_inputs(settings: TrainConfig, accelerator) -> Inputs:
-    """Rows, the base's dtype, and what they are made from.
-
-    Raises: UserError when this rank's data set, model or settings cannot be used.
-    """
-    data = Dataset(settings.dataset_dir)
-    train_rows = data.train
-    base_dir, base_commit = hub.local_directory(settings.model_name_or_path, settings.revision)
-    adapter_dir, adapter_commit = None, None
-    if settings.adapter_name_or_path:
-        adapter_dir, adapter_commit = hub.local_directory(
-            settings.adapter_name_or_path, settings.adapter_revision, "adapter"
-        )
-    data.check_tokenizer(load_tokenizer(base_dir, settings.trust_remote_code))
-    if len(train_rows) == 0 or min(train_rows["target_tokens"]) < 1:
-        raise UserError(
-            f"{settings.dataset_dir}: {len(train_rows)} training rows, some without target tokens; make the data set "
-            "with data_prep.py, which leaves out rows that have nothing to learn"
-        )
-    dtype = device.base_dtype(settings.dtype, accelerator.device)
-    provenance = {
-        **describe_inputs(settings, data.manifest, dtype, accelerator.mixed_precision),
-        "model_sha256": artifacts.model_sha256(base_dir),
-        "model_commit": base_commit,
-        "start_adapter_sha256": adapter_sha256(adapter_dir) if adapter_dir else None,
-        "start_adapter_commit": adapter_commit,
-    }
-    return Inputs(data, train_rows, data.eval, base_dir, adapter_dir, dtype, provenance)
-
-
 def plan_batches(settings: TrainConfig, train_rows, directory: RunDirectory) -> batching.BatchPlan:
     """Which rows make up each step, and how they are laid over the ranks."""
     return batching.BatchPlan(
@@ -143,80 +84,6 @@ def plan_batches(settings: TrainConfig, train_rows, directory: RunDirectory) -> 
         gradient_accumulation_steps=directory.start.gradient_accumulation_steps,
         world_size=directory.accelerator.num_processes,
     )
-
-
-@dataclass(frozen=True)
-class Learner:
-    """What learns: the loss as one module, wrapped for the ranks; the adapted model inside it; the optimizer."""
-
-    model: torch.nn.Module
-    peft_model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    dropout: DropoutRows
-    parameters: tuple[int, int, int]  # trainable, all, and held by this rank
-
-    @property
-    def multiplied_weights(self) -> int:
-        """Weights that a token is multiplied with: all but a table of input embeddings that is not also the head."""
-        table = self.peft_model.get_input_embeddings().weight
-        tied = self.peft_model.get_output_embeddings().weight is table
-        return self.parameters[1] - (0 if tied else table.numel())
-
-
-def build_learner(settings: TrainConfig, inputs: Inputs, resumed: checkpoint.Checkpoint | None, accelerator) -> Learner:
-    """The frozen base with its adapter, and the optimizer, as a checkpoint left them or new."""
-    base = modeling.load_base(
-        inputs.base_dir, inputs.dtype, accelerator.device, settings.attn_implementation, settings.trust_remote_code,
-        empty=device.is_sharded(accelerator),
-    )  # fmt: skip
-    peft_model = put_adapter_on(base, settings, inputs.adapter_dir)
-    if resumed:
-        checkpoint.restore_adapter(resumed, peft_model)
-    trainable, total = modeling.parameter_counts(peft_model)
-    accelerator.print(
-        f"{trainable:,} trainable of {total:,} parameters; {device.describe_precision(inputs.dtype, accelerator)}."
-    )
-    optimizer = torch.optim.AdamW(
-        modeling.trainable_parameters(peft_model).values(),
-        lr=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-    )
-    dropout = own_dropout(peft_model, settings.seed)
-    model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens, dropout)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    weights.fill_from_disk(model, inputs.base_dir, accelerator.device)
-    if resumed:
-        checkpoint.restore_optimizer(resumed, model, optimizer.optimizer)
-    return Learner(model, peft_model, optimizer, dropout, (trainable, total, modeling.held_parameters(model)))
-
-
-def put_adapter_on(base, settings: TrainConfig, adapter_dir: str | None):
-    """The base with a trainable adapter: a new one, or the one that the settings name."""
-    if settings.gradient_checkpointing:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        base.enable_input_require_grads()
-    if adapter_dir is None:
-        return modeling.add_lora(
-            base, settings.lora_r, settings.lora_alpha, settings.lora_dropout, settings.target_modules, settings.seed
-        )
-    linears = modeling.language_linears(base)[0]
-    model = modeling.load_adapter(base, adapter_dir, trainable=True)
-    loaded = model.peft_config["default"]
-    targets = sorted(loaded.target_modules)
-    if settings.target_modules == [modeling.ALL_LINEAR] and modeling.adapted_modules(model) == set(linears):
-        targets = settings.target_modules
-    shape = {
-        "lora_r": loaded.r, "lora_alpha": loaded.lora_alpha, "lora_dropout": loaded.lora_dropout, "target_modules": targets
-    }  # fmt: skip
-    asked = {**asdict(settings), "target_modules": sorted(settings.target_modules)}
-    differs = [f"{name} {shape[name]}" for name in shape if shape[name] != asked[name]]
-    differs += [f"{name} {value}" for name, value in modeling.beyond_plain_lora(loaded).items()]
-    if differs:
-        raise UserError(
-            f"adapter_name_or_path {settings.adapter_name_or_path} has {', '.join(differs)}, the settings say otherwise; "
-            "set them to the adapter's values, or start from another adapter where there is no such setting"
-        )
-    return model
 
 
 def load_batches(run: "Run") -> DataLoader:

@@ -15,6 +15,8 @@ SFT = [  # a module of sft/ imports only from levels before its own
     {"modeling", "markdown", "webpage", "watchdog"},
     {"evaluation", "checkpoint", "packing", "serving", "weights", "report", "micro_batch", "failures"},
     {"run_directory", "results"},
+    {"inputs"},
+    {"learner"},
 ]
 DOCTOR = [
     {"machine", "duration"},

@@ -8,6 +8,7 @@
 #   make test-slow   the proofs that take longer     make test-serving  answers of a real vLLM server against eval.py's
 #   make test-cann8  the tests with the libraries of CANN 8.0 (torch 2.1, on CPU), against those of requirements.txt
 #   make test-torch26  the same with torch 2.6      TESTS="tests/test_stacks.py …" picks some
+#   make families   docs/models.md anew: each family of models from rows to a merged model
 #   make wheelhouse  every wheel for REQUIREMENTS, PYTHON_VERSION and ARCH into wheelhouse/, for machines without a network
 #   make reproduce   the reference run on CARDS=1,2 with evidence in outputs/reproduce/reproduction.md; MODEL_NAME=DIR or hub name
 # PYTHON=python3.11 chooses the interpreter; WHEELHOUSE=DIR installs from a folder of wheels without any package index.
@@ -42,7 +43,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
 endif
 
-.PHONY: demo test check bench mutation fuzz reproduce test-npu test-slow test-serving test-cann8 test-torch26 wheelhouse verify-wheelhouse setup clean
+.PHONY: demo test check bench mutation fuzz reproduce test-npu test-slow test-serving test-cann8 test-torch26 families wheelhouse verify-wheelhouse setup clean
 
 demo: $(VENV)/runtime $(MODEL)/config.json
 	@echo "== 1/3 data: data/ascend_qa_en.jsonl → $(DEMO)/dataset"
@@ -118,6 +119,11 @@ fuzz: $(VENV)/development
 
 test-slow: $(VENV)/development
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow --ignore tests/test_serving.py
+
+families: $(VENV)/development
+	@mkdir -p outputs && rm -f outputs/families.jsonl
+	@FAMILIES_OUTCOMES=$(abspath outputs/families.jsonl) $(BIN)/python -m pytest -m slow tests/test_families.py
+	@$(BIN)/python -m tools.models_page outputs/families.jsonl
 
 setup: $(VENV)/runtime
 

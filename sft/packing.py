@@ -23,9 +23,11 @@ def choose_forward(model: torch.nn.Module, accelerator, rows) -> None:
 
     model: a `TargetLoss`, prepared or not. rows: those that it will see; the last tokens of the first are the probe.
     A collective: every rank computes the same, and one all-reduce makes them agree.
-    Raises: UserError when the model's loss is not finite.
+    Raises: UserError when the model's loss is not finite, or when a row has more tokens than it has positions.
     """
     loss = accelerator.unwrap_model(model)
+    longest = int(np.max(rows["length"]))
+    check_positions(loss.causal.config, longest)
     was_training = model.training
     model.eval()
     probe = [int(token) for token in rows[0]["input_ids"]][-PROBE_TOKENS:]
@@ -40,7 +42,7 @@ def choose_forward(model: torch.nn.Module, accelerator, rows) -> None:
         "own": distance(by_own, expected),
         "eager": distance(expected, expected),
     }
-    if changes_with_length(loss.causal.config, int(np.max(rows["length"]))):
+    if changes_with_length(loss.causal.config, longest):
         gaps["packed"] = gaps["chosen"] = float("inf")
     dtypes = [next(model.parameters()).dtype, MIXED.get(accelerator.mixed_precision, torch.float32)]
     allowed = tolerance(gaps["own"], dtypes)
@@ -103,3 +105,16 @@ def changes_with_length(config, longest: int) -> bool:
         if angles.get("rope_type", angles.get("type")) in ("longrope", "dynamic"):
             limits.append(angles.get("original_max_position_embeddings") or text.max_position_embeddings)
     return any(limit and longest > limit for limit in limits)
+
+
+def check_positions(config, longest: int) -> None:
+    """Refuses rows that are longer than the model was made for, with what its rope scaling adds. Raises: UserError."""
+    text = text_config(config)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    positions = getattr(text, "max_position_embeddings", None) or longest
+    stretched = (rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1)
+    if longest > max(positions, stretched):
+        raise UserError(
+            f"the longest row has {longest} tokens, and {text.model_type} has {positions} positions "
+            f"(max_position_embeddings); make the data set with --max_length {positions}"
+        )

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +92,40 @@ def test_rows_of_a_micro_batch_have_the_loss_of_each_row_alone(name, family_dir,
     expected = torch.cat([plain_nll(directory, row) for row in rows])
     assert len(found) == sum(len(row["input_ids"]) - 5 for row in rows)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # float32, sums in another order
+
+
+def test_rows_longer_than_the_model_has_positions_are_refused():
+    config = SimpleNamespace(model_type="llama", max_position_embeddings=64)
+    packing.check_positions(config, 64)
+    with pytest.raises(UserError, match="longest row has 65 tokens, and llama has 64 positions .* --max_length 64"):
+        packing.check_positions(config, 65)
+    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    packing.check_positions(config, 256)
+
+
+def test_rows_that_meet_what_the_probe_does_not_are_not_packed():
+    config = SimpleNamespace(attention_chunk_size=40, max_position_embeddings=4096)
+    assert [packing.changes_with_length(config, longest) for longest in (40, 41)] == [False, True]
+    config = SimpleNamespace(max_position_embeddings=4096)
+    config.rope_scaling = {"type": "longrope", "original_max_position_embeddings": 100}
+    assert [packing.changes_with_length(config, longest) for longest in (100, 101)] == [False, True]
+
+
+def test_the_tolerance_follows_the_rounding_of_this_model():
+    """bf16 has 7 bits after the leading one: a unit of 2^-7 = 0.0078125."""
+    assert packing.tolerance(0.0, [torch.float32]) == 1e-4
+    assert packing.tolerance(1.0, [torch.float32]) == 1e-3
+    assert packing.tolerance(0.0, [torch.float32, torch.bfloat16]) == 4 * 2**-7
+    assert packing.tolerance(0.05, [torch.bfloat16]) == pytest.approx(0.2)
+    assert packing.tolerance(9.0, [torch.bfloat16]) == 64 * 2**-7
+
+
+def test_a_base_that_holds_nan_is_named_before_training(family_dir):
+    model = modeling.TargetLoss(modeling.load_base(str(family_dir("llama")), torch.float32))
+    with torch.no_grad():
+        model.model.model.layers[0].self_attn.q_proj.weight[3, 3] = float("nan")
+    with pytest.raises(UserError, match="not finite before any training: the base model or the adapter holds NaN"):
+        packing.choose_forward(model, Accelerator(cpu=True), Rows(make_rows_of_ids(2)))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import torch
 from sft import device
 from sft.artifacts import write_text
 from sft.errors import RunFailed
+from sft.modeling import plain_name
 
 
 @contextlib.contextmanager
@@ -52,13 +53,27 @@ def fail_on_non_finite(run, step: int, ranks: np.ndarray, layout: list[list[list
         f"{', '.join(map(str, bad))}. The optimizer was not touched. Rows {rows} (ids "
         f"{', '.join(train_rows[row]['id'] for row in rows)}) of {[int(run.plan.lengths[row]) for row in rows]} tokens are "
         f"in {path}. {run.directory.where_to_go_on()}. Look at the rows; "
-        + "; ".join(remedies(run.settings, run.directory.provenance["base_dtype"], run.accelerator.mixed_precision))
+        + "; ".join(
+            damage(run.learner.model)
+            or remedies(run.settings, run.directory.provenance["base_dtype"], run.accelerator.mixed_precision)
+        )
     )
+
+
+def damage(model: torch.nn.Module) -> list[str]:
+    """What to do about the first frozen weight that is not finite, of those that this rank holds; nothing, if all are."""
+    for name, parameter in model.named_parameters():
+        weight = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if not parameter.requires_grad and not weight.isfinite().all():
+            return [f"{plain_name(name)} of the base model holds NaN or inf: copy or download it again"]
+    return []
 
 
 def remedies(settings, base_dtype: str, mixed_precision: str) -> list[str]:
     """What helps against numbers that are not finite. bfloat16 reaches as far as float32, only float16 overflows early."""
     found = ["lower learning_rate"]
+    if settings.lora_alpha / settings.lora_r > 100:  # usual are 1 to 4
+        found = [f"lower lora_alpha: the update is multiplied by {settings.lora_alpha / settings.lora_r:.3g}", *found]
     if not settings.max_grad_norm:
         found.append("set max_grad_norm: 1.0")
     if base_dtype == "float16":

@@ -35,9 +35,15 @@ def test_a_float32_base_under_bf16_is_said_not_to_be_computed_in_float32(warm, a
 
 
 def test_remedies_are_those_that_help():
-    clipped, unclipped = types.SimpleNamespace(max_grad_norm=1.0), types.SimpleNamespace(max_grad_norm=0.0)
+    lora = {"lora_r": 8, "lora_alpha": 16}
+    clipped, unclipped = (
+        types.SimpleNamespace(max_grad_norm=1.0, **lora),
+        types.SimpleNamespace(max_grad_norm=0.0, **lora),
+    )
     wide = "to rule out rounding, use dtype: float32 with accelerate launch --mixed_precision no"
     assert remedies(clipped, "float32", "no") == ["lower learning_rate"]
+    scaled = types.SimpleNamespace(max_grad_norm=1.0, lora_r=8, lora_alpha=8000)
+    assert remedies(scaled, "float32", "no")[0] == "lower lora_alpha: the update is multiplied by 1e+03"
     assert remedies(unclipped, "float32", "no") == ["lower learning_rate", "set max_grad_norm: 1.0"]
     assert remedies(clipped, "float32", "bf16") == remedies(clipped, "bfloat16", "no") == ["lower learning_rate", wide]
     assert remedies(clipped, "float16", "no") == [

@@ -14,7 +14,7 @@ ENGLISH = """# Families of models
 
 [中文](zh-CN/models.md)
 
-Made by `make families` with transformers {transformers}, torch {torch} and PEFT {peft}: a tiny random checkpoint of each class goes through preparation, training on two CPU processes with a stop and a resume, evaluation on two, and export; the merged model's logits are compared with those of PEFT's own base and adapter.
+Made by `make families` with transformers {transformers}, torch {torch} and PEFT {peft}: a tiny random checkpoint of each class goes through preparation, training on two CPU processes with a stop and a resume, evaluation and export; the merged model's logits are compared with those of PEFT's own base and adapter.
 
 | class in transformers | adapted | rows | training loss over four steps | merged model, error |
 |---|---|---|---|---|
@@ -30,7 +30,7 @@ CHINESE = """# 各系列模型
 
 [English](../models.md)
 
-由 `make families` 生成，用的是 transformers {transformers}、torch {torch} 和 PEFT {peft}：每个类各造一个随机的微型检查点，依次经过数据准备、两个 CPU 进程上的训练（中途停下再续训）、两个进程上的评估和导出；合并后模型的 logits 与 PEFT 自己的“基座 + 适配器”相比较。
+由 `make families` 生成，用的是 transformers {transformers}、torch {torch} 和 PEFT {peft}：每个类各造一个随机的微型检查点，依次经过数据准备、两个 CPU 进程上的训练（中途停下再续训）、评估和导出；合并后模型的 logits 与 PEFT 自己的“基座 + 适配器”相比较。
 
 | transformers 中的类 | 适配的层数 | 数据行 | 四步的训练损失 | 合并后模型的误差 |
 |---|---|---|---|---|

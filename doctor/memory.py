@@ -124,7 +124,7 @@ def estimate(config, plan: Plan) -> dict[str, int]:
     try:
         with torch.device("meta"):  # eager: the default of transformers 4.55 wants torch 2.1.1
             model = AutoModelForCausalLM.from_config(whole, attn_implementation="eager")
-    except (ValueError, TypeError, RuntimeError, ArithmeticError, KeyError) as error:
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
         raise UserError(
             f"no {config.model_type} can be built from the model's config ({error}); check its sizes"
         ) from error

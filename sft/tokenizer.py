@@ -15,7 +15,20 @@ BEFORE_5 = Version(transformers.__version__) < Version("5")  # with torch 2.1: 4
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool = False):
-    """The model's tokenizer. Raises: UserError when it cannot be found."""
+    """The model's tokenizer. Raises: UserError when it cannot be found or read."""
+    try:
+        return _load_tokenizer(name_or_path, trust_remote_code)
+    except Exception as error:  # the tokenizers library raises all its own as plain Exception
+        if type(error) is not Exception and not isinstance(error, (TypeError, LookupError, AttributeError)):
+            raise
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"model_name_or_path {name_or_path}: its tokenizer cannot be read ({type(error).__name__}: {words}); tokenizer.json or "
+            "tokenizer_config.json is damaged; copy or download it again"
+        ) from error
+
+
+def _load_tokenizer(name_or_path: str, trust_remote_code: bool):
     with explained_loading("model_name_or_path", name_or_path):
         settings = get_tokenizer_config(name_or_path) if BEFORE_5 else {}
         if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 5 wrote it; its 4 has no such class

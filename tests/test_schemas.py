@@ -1,11 +1,13 @@
 """Files that are read back are compared with what they must hold, and the sentence names file and key."""
 
 import json
+import shutil
 
 import pytest
 
 from sft import artifacts, schemas
 from sft.errors import UserError
+from sft.tokenizer import load_tokenizer
 
 SHAPE = {"step": schemas.COUNT, "best?": {"loss": schemas.NUMBER}, "names": [schemas.TEXT], "of": {str: schemas.COUNT}}
 GOOD = {"step": 3, "best": {"loss": float("nan")}, "names": ["a"], "of": {"x": 0}, "more": None}
@@ -105,3 +107,23 @@ def test_a_link_in_a_leftovers_place_is_not_followed(tmp_path):
     (tmp_path / ".data.old-abcdefgh").symlink_to(outside)
     artifacts.clear_leftovers(tmp_path / "data")
     assert (outside / "data").is_dir() and not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tokenizer.json", lambda value: value["model"]["vocab"].update(a="text")),
+        ("tokenizer.json", lambda value: value["model"].update(merges=7)),
+        ("tokenizer.json", lambda value: value.clear()),
+        ("tokenizer.json", lambda value: value.update(pre_tokenizer={"type": "Nothing"})),
+        ("tokenizer_config.json", lambda value: value.update(eos_token=[1])),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(tiny_tokenizer_dir, tmp_path, name, change):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_tokenizer_dir, folder)
+    value = json.loads((folder / name).read_text(encoding="utf-8"))
+    change(value)
+    (folder / name).write_text(json.dumps(value), encoding="utf-8")
+    with pytest.raises(UserError, match="model_name_or_path"):
+        load_tokenizer(str(folder))

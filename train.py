@@ -55,6 +55,8 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
         f"{plan.world_size} ranks on {accelerator.device.type}: {plan.steps_per_epoch} steps an epoch, "
         f"{directory.total_steps} in all."
     )
+    for doubt in settings.doubts(directory.total_steps):
+        accelerator.print(f"warning: {doubt}")
     if directory.start.complete:
         accelerator.print(
             f"{directory.path} is complete at step {directory.first_step}: nothing to do (overwrite_output_dir starts anew)."

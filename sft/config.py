@@ -122,6 +122,21 @@ class TrainConfig:
                     f"report_to: {tracker!r} is not one of {', '.join(trackers)}{did_you_mean(tracker, trackers)}"
                 )
 
+    def doubts(self, total_steps: int) -> list[str]:
+        """What is allowed but seldom meant, one sentence each."""
+        found = []
+        if self.learning_rate >= 3e-3:
+            found.append(
+                f"learning_rate is {self.learning_rate:g}; LoRA runs at 3e-3 and above mostly diverge, the best ones are "
+                "usually between 1e-4 and 1e-3"
+            )
+        if total_steps < 100 and not self.max_steps:
+            found.append(
+                f"{total_steps} steps are few: below about 100 an adapter is often still improving; raise num_train_epochs, "
+                "or lower global_batch_size, and watch the held-out loss"
+            )
+        return found
+
 
 def require(config: Any, name: str, holds: Callable[[Any], bool], expected: str) -> None:
     """Checks a setting that is not None. Raises: UserError with the name, the value and what was expected."""

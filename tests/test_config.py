@@ -151,3 +151,14 @@ def test_help_lists_every_setting(capsys):
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"--{name}" in shown for name in TrainConfig.__dataclass_fields__)
+
+
+def test_a_high_learning_rate_and_few_steps_are_doubted():
+    def doubts(total_steps, **changes):
+        settings = TrainConfig(model_name_or_path="m", dataset_dir="d", output_dir="o", **changes)
+        return [doubt.split(";")[0] for doubt in settings.doubts(total_steps)]
+
+    assert doubts(100, learning_rate=2.9e-3) == []
+    assert doubts(100, learning_rate=3e-3) == ["learning_rate is 0.003"]
+    assert doubts(91) == ["91 steps are few: below about 100 an adapter is often still improving"]
+    assert doubts(5, max_steps=5) == []  # that is what was asked for

@@ -12,17 +12,14 @@ if __name__ == "__main__":
     device.set_environment_defaults()  # torch reads them when it is imported
 
 import contextlib
-import os
-import shutil
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import numpy as np
-from filelock import FileLock, Timeout
+import torch
 from tqdm import tqdm
 
 from sft import (
@@ -37,14 +34,15 @@ from sft import (
     packing,
     report,
     run_directory,
+    weights,
 )
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
 from sft.errors import RunFailed, UserError
+from sft.report_directory import ReportDirectory
 from sft.tokenizer import load_tokenizer
 
 SIDES = ("base", "adapter")
-LOCK = ".lock"  # in output_dir
 METRIC = Path(__file__).resolve().parent / "metrics" / "qa_generation"
 
 
@@ -80,19 +78,20 @@ def main(argv: list[str] | None = None) -> None:
     settings = parse(EvalConfig, argv, __doc__)
     started = time.perf_counter()
     run = open_run(settings)
-    output_dir = open_output(settings)
+    output = ReportDirectory(settings.run_dir, settings.output_dir)
     model_name = base_model(settings, run)
     tokenizer = load_tokenizer(model_name, settings.trust_remote_code)
     manifest, rows = open_rows(settings, run, tokenizer)
     accelerator = device.start(settings.ddp_timeout)
-    lock = FileLock(output_dir / LOCK)
-    device.run_on_main(accelerator, lambda: claim(output_dir, lock))
+    device.run_on_main(accelerator, output.claim)
 
     # One load serves both sides: the base is the adapted model with its adapter switched off.
     dtype = device.base_dtype(run.config["dtype"], accelerator.device)
-    base = modeling.load_base(model_name, dtype, accelerator.device, trust_remote_code=settings.trust_remote_code)
-    model = modeling.load_adapter(base, settings.run_dir).to(accelerator.device).eval()
-    accelerator.print(f"{len(rows)} held-out rows of {manifest['rows_written']['eval']}, base weights {dtype}.")
+    model = load_model(settings, run, model_name, dtype, accelerator)
+    accelerator.print(
+        f"{len(rows)} held-out rows of {manifest['rows_written']['eval']}, base weights {dtype}, on this rank "
+        f"{modeling.held_parameters(model):,} of {modeling.parameter_counts(model)[1]:,}."
+    )
 
     # What results are made from; they are kept under its hash until the report is whole.
     adapter_sha256 = artifacts.sha256_file(run.directory / "adapter_model.safetensors")
@@ -103,26 +102,26 @@ def main(argv: list[str] | None = None) -> None:
         "mixed_precision": accelerator.mixed_precision,
     }
     origins = {"base": origin, "adapter": origin | {"adapter_sha256": adapter_sha256}}
-    partial = evaluation.PartialResults(output_dir, accelerator)
+    partial = evaluation.PartialResults(output.path, accelerator)
 
-    nll, loss_model = {}, modeling.TargetLoss(model, run.config["loss_chunk_tokens"]).eval()
+    nll = {}
     with accelerator.autocast():
-        packing.choose_forward(loss_model, accelerator, rows)
+        packing.choose_forward(model, accelerator, rows)
     for side in SIDES:
         with switched(model, side), explained_memory(settings):
-            nll[side] = score_losses(side, loss_model, rows, settings, partial, origins[side])
+            nll[side] = score_losses(side, model, rows, settings, partial, origins[side])
     if np.array_equal(nll["base"], nll["adapter"]):
         warn(accelerator, "the adapter changes nothing: every row has the base model's loss. Is it trained and loaded?")
 
     answers, decoding = None, {}
     losses_done = time.perf_counter()
     if settings.generation:
-        base.set_attn_implementation(modeling.generation_attention())
-        decoding = choose_decoding(settings, tokenizer, base, rows)
+        model.causal.set_attn_implementation(modeling.generation_attention())
+        decoding = choose_decoding(settings, tokenizer, model.causal, rows)
         answers = {}
         for side in SIDES:
             with switched(model, side), explained_memory(settings):
-                answers[side] = answer_rows(side, base, tokenizer, rows, settings, decoding, partial, origins[side])
+                answers[side] = answer_rows(side, model, tokenizer, rows, settings, decoding, partial, origins[side])
     times = {"losses_s": losses_done - started, "answers_s": time.perf_counter() - losses_done}
 
     def write_down() -> None:
@@ -133,15 +132,15 @@ def main(argv: list[str] | None = None) -> None:
             simulated=device.is_simulated(accelerator.device), times=times,
         )  # fmt: skip
         built["adapter_sha256"] = adapter_sha256
-        write_whole(output_dir, built, predictions, run.metrics)
+        output.write(built, predictions, run.metrics)
         print(f"\n{markdown.render_table(built)}\n\n{markdown.render_words(built).replace('**', '')}")
         print(
-            f"\nThe report is {output_dir / 'report.md'}; for a browser, with every answer and in Chinese too: {output_dir / 'report.html'}."
+            f"\nThe report is {output.path / 'report.md'}; for a browser, with every answer and in Chinese too: {output.path / 'report.html'}."
         )
 
     device.run_on_main(accelerator, write_down)
     partial.remove()
-    lock.release()
+    output.release()
     device.end(accelerator)
 
 
@@ -203,38 +202,28 @@ def open_rows(settings: EvalConfig, run: report.RunResults, tokenizer) -> tuple[
     return manifest, rows.select(range(min(settings.limit or len(rows), len(rows))))
 
 
-def open_output(settings: EvalConfig) -> Path:
-    """Where the report goes. Raises: UserError when something else is there."""
-    output_dir = Path(settings.output_dir or Path(settings.run_dir) / "eval")
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UserError(f"output_dir {output_dir} is a file; choose another directory")
-    if output_dir.is_symlink() and not settings.output_dir:
-        raise UserError(f"{output_dir} is a link to elsewhere; give the place to write to with --output_dir")
-    artifacts.refuse_links(output_dir)
-    names = [name for name in os.listdir(output_dir) if name != LOCK] if output_dir.is_dir() else []
-    unfinished = any(name.startswith((".partial-", ".report.tmp-")) for name in names)
-    if names and not (report.is_report(output_dir / "report.json") or ("report.json" not in names and unfinished)):
-        raise UserError(
-            f"output_dir {output_dir} holds {sorted(names)[0]} but no evaluation; choose another directory, or an empty one"
-        )
-    return output_dir
+def load_model(
+    settings: EvalConfig, run: report.RunResults, model_name: str, dtype, accelerator
+) -> modeling.TargetLoss:
+    """The base with the run's adapter; under FSDP each rank reads and holds its part of it, as in training."""
+    sharded = device.is_sharded(accelerator)
+    base = modeling.load_base(
+        model_name, dtype, accelerator.device, trust_remote_code=settings.trust_remote_code, empty=sharded
+    )
+    adapted = modeling.load_adapter(base, settings.run_dir, trainable=sharded)
+    model = modeling.TargetLoss(adapted, run.config["loss_chunk_tokens"])
+    if not sharded:
+        return model.to(accelerator.device).eval()
+    # Accelerate shards a model only together with an optimizer; this one is never asked to step.
+    model, _ = accelerator.prepare(model, torch.optim.SGD(modeling.trainable_parameters(adapted).values(), lr=0.0))
+    weights.fill_from_disk(model, model_name, accelerator.device)
+    evaluation.let_shards_answer(model)
+    return model.eval()
 
 
-def claim(output_dir: Path, lock: FileLock) -> None:
-    """Makes this process the only one that evaluates into a directory, until it ends. Raises: UserError."""
-    with artifacts.explained_writing(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"another eval.py is writing {output_dir}; wait for it, or give this one another --output_dir"
-            ) from None
-
-
-def switched(model, side: str):
+def switched(model: modeling.TargetLoss, side: str):
     """A context in which the adapter is off for the base side, and on for the other."""
-    return model.disable_adapter() if side == "base" else contextlib.nullcontext()
+    return model.model.disable_adapter() if side == "base" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -264,14 +253,14 @@ def warn(accelerator, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def score_losses(side: str, loss_model, rows, settings: EvalConfig, partial, origin: dict) -> np.ndarray:
+def score_losses(side: str, model, rows, settings: EvalConfig, partial, origin: dict) -> np.ndarray:
     """Σ nats over the target tokens of each row, (rows,) float64, on every rank; computed as train.py computes it."""
     accelerator = partial.accelerator
     key = artifacts.sha256_json({"what": "loss", **origin})
     if not all((key, row_id) in partial.found for row_id in rows["id"]):
         tokens = settings.batch_size * max(rows["length"])
         with accelerator.autocast(), progress_bar(accelerator, f"{side}: losses", len(rows)) as bar:
-            nll = evaluation.row_nll(loss_model, rows, accelerator, tokens, bar)
+            nll = evaluation.row_nll(model, rows, accelerator, tokens, bar)
         if accelerator.is_main_process:
             partial.add([{"key": key, "id": row_id, "nll": nats} for row_id, nats in zip(rows["id"], nll.tolist())])
         partial.share()
@@ -299,7 +288,7 @@ def decoding_signature(decoding: dict, tokenizer, dtype) -> str:
 
 
 def answer_rows(
-    side: str, base, tokenizer, rows, settings: EvalConfig, decoding: dict, partial, origin: dict
+    side: str, model, tokenizer, rows, settings: EvalConfig, decoding: dict, partial, origin: dict
 ) -> list[dict]:
     """{"answer", "thought", "stopped"} of each row, on every rank. Rows are dealt evenly; ranks meet only when all have answered."""
     accelerator = partial.accelerator
@@ -309,15 +298,14 @@ def answer_rows(
         f"{side}: {len(missing)} of {len(rows)} rows to answer, up to {decoding['max_new_tokens']} tokens each."
     )
     # Longest first: rows of like length share a batch, and little of it is padding.
-    mine = deal_by_tokens(missing, np.asarray(rows["length"]), accelerator.num_processes, len(rows))[
-        accelerator.process_index
-    ]
+    shares = deal_by_tokens(missing, np.asarray(rows["length"]), accelerator.num_processes, len(rows))
+    mine, size = shares[accelerator.process_index], settings.batch_size
     with progress_bar(accelerator, f"{side}: answers", len(mine)) as bar:
-        for start in range(0, len(mine), settings.batch_size):
-            batch = [rows[index] for index in mine[start : start + settings.batch_size]]
+        for start in range(0, max(map(len, shares)), size):  # as many batches on each rank, some of them empty
+            batch = [rows[index] for index in mine[start : start + size]]
             prompts = [row["input_ids"][: evaluation.prompt_length(row["labels"])] for row in batch]
             with accelerator.autocast():
-                for index, tokens in evaluation.generate(base, prompts, **decoding):
+                for index, tokens in evaluation.generate(model, prompts, **decoding, accelerator=accelerator):
                     said = evaluation.read_answer(tokenizer, prompts[index], tokens, decoding["stop_ids"])
                     partial.add([{"key": key, "id": batch[index]["id"], **said}])
                     bar.update()
@@ -347,18 +335,6 @@ def score(rows, nll: dict[str, np.ndarray], answers: dict[str, list[dict]] | Non
     for index, line in enumerate(predictions):
         line |= {f"{side}_thought": answers[side][index]["thought"] for side in SIDES}
     return predictions
-
-
-def write_whole(output_dir: Path, built: dict, predictions: list[dict], run_metrics: list[dict]) -> None:
-    """Writes the report's files; report.json is missing while the others are being replaced."""
-    with artifacts.explained_writing(output_dir):
-        for leftover in output_dir.glob(".report.tmp-*"):
-            shutil.rmtree(leftover)
-        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".report.tmp-") as folder:
-            report.write_report(folder, built, predictions, run_metrics)
-            (output_dir / "report.json").unlink(missing_ok=True)
-            for name in sorted(os.listdir(folder), key=lambda name: name == "report.json"):
-                os.replace(Path(folder) / name, output_dir / name)
 
 
 if __name__ == "__main__":

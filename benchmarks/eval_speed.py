@@ -67,7 +67,10 @@ def main() -> None:
         for start in range(0, len(mine), settings.batch_size):
             batch = mine[start : start + settings.batch_size]
             answers += [
-                tokens for _, tokens in sorted(evaluation.generate(base, batch, settings.max_new_tokens, stop_ids))
+                tokens
+                for _, tokens in sorted(
+                    evaluation.generate(modeling.TargetLoss(base), batch, settings.max_new_tokens, stop_ids)
+                )
             ]
         return answers
 

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object, send_to_device
 from sft import modeling, schemas
 from sft.artifacts import explained_writing, read_json, read_json_lines
 from sft.batching import collate, deal_by_tokens
+from sft.device import is_sharded
 from sft.encoding import IGNORED, encode_prompt, end_token_ids, split_thought
 from sft.template import OPENED as OPENED_THOUGHT
 from sft.tokenizer import load_tokenizer
@@ -92,29 +93,42 @@ def read_answer(tokenizer, prompt: list[int], tokens: list[int], stop_ids: list[
     return {"answer": answer.strip(), "thought": thought.strip(), "stopped": stopped}
 
 
+def let_shards_answer(model: modeling.TargetLoss) -> None:
+    """Makes `model.answer` gather the weights of a sharded model, as its forward does."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    register_fsdp_forward_method(model, "answer")
+
+
 @torch.no_grad()
 def generate(
-    model, prompts: list[list[int]], max_new_tokens: int, stop_ids: list[int]
+    model: modeling.TargetLoss, prompts: list[list[int]], max_new_tokens: int, stop_ids: list[int], accelerator=None
 ) -> Iterator[tuple[int, list[int]]]:
     """Yields (index of the prompt, tokens of its answer) as soon as an answer ends, greedily, all prompts at once.
 
-    model: a causal language model of transformers, in eval mode, with an attention that takes a padding mask. An answer
-    ends with a stop token, which is kept, or at max_new_tokens; its row then leaves the batch and its cache. Prompts are
-    padded on the left; padding is masked and positions count from the first real token, so the others in the batch
-    move a row's logits by rounding only (about 1e-6 in fp32: a choice changes only where two tokens are that close).
-    Settings of the model's generation_config (temperature, repetition penalty) are left out: this is the plain argmax.
+    model: in eval mode, with an attention that takes a padding mask. An answer ends with a stop token, which is kept, or at
+    max_new_tokens; its row then leaves the batch and its cache. Prompts are padded on the left; padding is masked and
+    positions count from the first real token, so the others in the batch move a row's logits by rounding only (about 1e-6
+    in fp32: a choice changes only where two tokens are that close). Settings of the model's generation_config (temperature,
+    repetition penalty) are left out: this is the plain argmax.
+    accelerator: of a sharded model, whose every forward is a collective: a rank without prompts, or whose answers have
+    ended, goes on with a token of no meaning until those of all ranks have.
     """
     # transformers renamed the argument, and the field of the output with it.
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    width = max(len(prompt) for prompt in prompts)
-    input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    cache_name = "cache" if "cache" in inspect.signature(model.causal.forward).parameters else "past_key_values"
+    width = max(map(len, prompts), default=0)
+    device = model.causal.device
+    input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    position_ids = (mask.cumsum(dim=-1) - 1).clamp(min=0)
     running = list(range(len(prompts)))
     answers: list[list[int]] = [[] for _ in prompts]
     cache = None
-    while running:
-        output = model(
+    while any_left(len(running), accelerator):
+        if not running:
+            model.answer(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
+            continue
+        output = model.answer(
             input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=True, logits_to_keep=1,
             **{cache_name: cache},
         )  # fmt: skip
@@ -130,10 +144,17 @@ def generate(
         mask = torch.cat([mask, mask.new_ones(len(running), 1)], dim=1)
         position_ids = position_ids[:, -1:] + 1
         if stay and len(stay) < len(running):
-            chosen = torch.tensor(stay, device=model.device)
+            chosen = torch.tensor(stay, device=device)
             cache.batch_select_indices(chosen)
             input_ids, mask, position_ids = input_ids[chosen], mask[chosen], position_ids[chosen]
         running = [running[place] for place in stay]
+
+
+def any_left(running: int, accelerator) -> bool:
+    """Whether any answer has not ended: on this rank, or, of a sharded model, on any; a collective then."""
+    if accelerator is None or not is_sharded(accelerator):
+        return running > 0
+    return accelerator.reduce(torch.tensor([float(running)], device=accelerator.device), reduction="sum").item() > 0
 
 
 class PartialResults:
@@ -200,10 +221,10 @@ def ask(
         name, torch.float32, attn_implementation=modeling.generation_attention(), trust_remote_code=trust_remote_code
     )
     stop_ids = stop_token_ids(tokenizer, model.generation_config)
-    if not base_only:
-        model = modeling.load_adapter(model, str(run_dir)).get_base_model()  # its layers now carry the adapter
+    adapted = model if base_only else modeling.load_adapter(model, str(run_dir))
+    model = modeling.TargetLoss(adapted).eval()
     prompt = encode_prompt(tokenizer, [{"role": "user", "content": question}], trained_mode(settings["dataset_dir"]))
-    ((_, tokens),) = generate(model.eval(), [prompt], max_new_tokens, stop_ids)
+    ((_, tokens),) = generate(model, [prompt], max_new_tokens, stop_ids)
     return read_answer(tokenizer, prompt, tokens, stop_ids)["answer"]
 
 

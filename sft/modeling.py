@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from sft import schemas
 from sft.artifacts import read_json
@@ -94,6 +94,8 @@ def load_base(
             with init_empty_weights(include_buffers=False):  # buffers are computed, not stored
                 model = AutoModelForCausalLM.from_config(config, **arguments)
             model.tie_weights()
+            with contextlib.suppress(OSError):  # from_config knows the end of an answer by config.json alone
+                model.generation_config = GenerationConfig.from_pretrained(name_or_path)
         else:
             # By name: of a torch.device transformers 4.55 hands only the index on, and torch 2.1 takes 0 for a CUDA card.
             placement = {"device_map": {"": str(device)}} if device is not None and device.type != "cpu" else {}
@@ -342,6 +344,10 @@ class TargetLoss(torch.nn.Module):
     def causal(self) -> PreTrainedModel:
         """The causal language model inside the adapter."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    def answer(self, **arguments):
+        """The language model's own output, for generation."""
+        return self.causal(**arguments)
 
     def forward(
         self,

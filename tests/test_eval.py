@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from eval import main
-from sft import artifacts, evaluation, modeling
+from sft import artifacts, device, evaluation, modeling
 from sft.artifacts import sha256_json
 from sft.dataset import split_sha256
 from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
@@ -114,6 +114,24 @@ def test_two_ranks_and_another_batch_size_give_the_same_report(one_rank, tiny_ru
     assert texts[0] == texts[1] and len(texts[0]) == 19
 
 
+@pytest.mark.skipif(
+    device.torch_version() < (2, 6) or not hasattr(torch.cpu.Stream, "record_event"),
+    reason="FSDP2 on the CPU needs a torch newer than 2.6",
+)
+def test_two_ranks_with_half_of_the_model_each_give_the_same_report(one_rank, tiny_run_dir, tmp_path):
+    """Nine answers a batch, so that one rank has a batch more than the other, and ends before it."""
+    arguments = ["--run_dir", tiny_run_dir, "--output_dir", tmp_path / "eval", "--batch_size", 9]
+    printed = must(launch("cpu_2_fsdp", "eval.py", *arguments)).stdout
+    assert "on this rank 58,144 of 116,288." in printed
+    one, two = read_report(one_rank[0]), read_report(tmp_path / "eval")
+    for side in ("base", "adapter"):
+        assert two[side]["loss"] == pytest.approx(one[side]["loss"], abs=1e-6)
+    texts = [[(row["id"], row["base"], row["adapter"]) for row in read_predictions(place)]
+             for place in (one_rank[0], tmp_path / "eval")]  # fmt: skip
+    assert texts[0] == texts[1] and len(texts[0]) == 19
+    assert two["signature"]["decoding"] == one["signature"]["decoding"]
+
+
 def test_killed_evaluation_goes_on_and_gives_the_same_report(one_rank, tiny_run_dir, tmp_path, capsys):
     arguments = ["--run_dir", str(tiny_run_dir), "--output_dir", str(tmp_path / "eval")]
     process = subprocess.Popen(
@@ -166,7 +184,7 @@ def test_untrained_adapter_is_told(run_copy, capsys):
 def test_generation_is_that_of_transformers_row_by_row(name, request):
     model = request.getfixturevalue(name)
     stop_ids = [2, 17, 200, 401, 402]  # random weights end at any of these sooner or later
-    batched = dict(evaluation.generate(model, PROMPTS, 40, stop_ids))
+    batched = dict(evaluation.generate(modeling.TargetLoss(model), PROMPTS, 40, stop_ids))
     for index, prompt in enumerate(PROMPTS):
         input_ids = torch.tensor([prompt])
         expected = model.generate(
@@ -178,9 +196,9 @@ def test_generation_is_that_of_transformers_row_by_row(name, request):
 
 
 def test_rows_leave_the_batch_when_they_stop(tiny_model):
-    free = dict(evaluation.generate(tiny_model, PROMPTS, 12, []))
+    free = dict(evaluation.generate(modeling.TargetLoss(tiny_model), PROMPTS, 12, []))
     stop = free[2][4]  # the third prompt's answer meets it at its fifth token at the latest
-    order, answers = zip(*evaluation.generate(tiny_model, PROMPTS, 12, [stop]))
+    order, answers = zip(*evaluation.generate(modeling.TargetLoss(tiny_model), PROMPTS, 12, [stop]))
     for index, tokens in zip(order, answers):
         cut = free[index].index(stop) + 1 if stop in free[index] else 12
         assert tokens == free[index][:cut]  # those that stay go on as if nothing had happened

@@ -14,7 +14,7 @@ SFT = [  # a module of sft/ imports only from levels before its own
     {"dataset", "encoding", "device", "journal", "plots", "findings"},
     {"modeling", "markdown", "webpage", "watchdog"},
     {"evaluation", "checkpoint", "packing", "serving", "weights", "report", "micro_batch", "failures"},
-    {"run_directory", "results"},
+    {"run_directory", "report_directory", "results"},
     {"inputs"},
     {"learner"},
 ]

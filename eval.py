@@ -38,6 +38,7 @@ from sft import (
 )
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
+from sft.dataset import split_sha256
 from sft.errors import RunFailed, UserError
 from sft.report_directory import ReportDirectory
 from sft.tokenizer import load_tokenizer
@@ -59,6 +60,10 @@ class EvalConfig:
     limit: int | None = option(None, "evaluate the first rows only, this many")
     generation: bool = option(True, "let both models answer; --no_generation scores losses only")
     dataset_dir: str | None = option(None, "where the data set is; none: where the run found it")
+    eval_input: list[str] = option(
+        default_factory=list,
+        help="files with other questions and answers, each evaluated as a set of its own: does anything get lost?",
+    )
     allow_other_dataset: bool = option(False, "accept a --dataset_dir that the run was not trained on")
     model_name_or_path: str | None = option(None, "where the base model is; none: where the run found it")
     trust_remote_code: bool = option(
@@ -81,7 +86,9 @@ def main(argv: list[str] | None = None) -> None:
     output = ReportDirectory(settings.run_dir, settings.output_dir)
     model_name = base_model(settings, run)
     tokenizer = load_tokenizer(model_name, settings.trust_remote_code)
-    manifest, rows = open_rows(settings, run, tokenizer)
+    manifest, held_out = open_rows(settings, run, tokenizer)
+    sets = {"": held_out, **open_other_rows(settings, manifest, tokenizer)}
+    rows = datasets.concatenate_datasets(list(sets.values()))
     accelerator = device.start(settings.ddp_timeout)
     device.run_on_main(accelerator, output.claim)
 
@@ -89,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     dtype = device.base_dtype(run.config["dtype"], accelerator.device)
     model = load_model(settings, run, model_name, dtype, accelerator)
     accelerator.print(
-        f"{len(rows)} held-out rows of {manifest['rows_written']['eval']}, base weights {dtype}, on this rank "
+        f"{len(held_out)} held-out rows of {manifest['rows_written']['eval']}, base weights {dtype}, on this rank "
         f"{modeling.held_parameters(model):,} of {modeling.parameter_counts(model)[1]:,}."
     )
 
@@ -98,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     origin = {
         "model": run.provenance.get("model_sha256") or model_name,
         "dataset_sha256": manifest["dataset_sha256"],
+        "others": [split_sha256(other.data.to_batches()) for name, other in sets.items() if name],
         "dtype": str(dtype),
         "mixed_precision": accelerator.mixed_precision,
     }
@@ -125,15 +133,18 @@ def main(argv: list[str] | None = None) -> None:
     times = {"losses_s": losses_done - started, "answers_s": time.perf_counter() - losses_done}
 
     def write_down() -> None:
-        signature = decoding_signature(decoding, tokenizer, dtype)
+        signature = evaluation.decoding_signature(decoding, tokenizer, dtype)
         predictions = score(rows, nll, answers, settings.language)
+        lines = report.split_sets(predictions, {name: len(other) for name, other in sets.items()})
         built = report.build_report(
-            run, predictions, manifest, settings.language, signature, settings.seed,
-            simulated=device.is_simulated(accelerator.device), times=times,
+            run, lines.pop(""), manifest, settings.language, signature, settings.seed,
+            simulated=device.is_simulated(accelerator.device), times=times, others=lines,
         )  # fmt: skip
         built["adapter_sha256"] = adapter_sha256
         output.write(built, predictions, run.metrics)
-        print(f"\n{markdown.render_table(built)}\n\n{markdown.render_words(built).replace('**', '')}")
+        for name, part in {"": built, **built["other_sets"]}.items():
+            named = f"\n{name}:\n" if name else "\n"
+            print(f"{named}{markdown.render_table(part)}\n\n{markdown.render_words(part).replace('**', '')}")
         print(
             f"\nThe report is {output.path / 'report.md'}; for a browser, with every answer and in Chinese too: {output.path / 'report.html'}."
         )
@@ -200,6 +211,17 @@ def open_rows(settings: EvalConfig, run: report.RunResults, tokenizer) -> tuple[
             "give another with --dataset_dir DIR --allow_other_dataset"
         )
     return manifest, rows.select(range(min(settings.limit or len(rows), len(rows))))
+
+
+def open_other_rows(settings: EvalConfig, manifest: dict, tokenizer) -> dict[str, datasets.Dataset]:
+    """The rows of each --eval_input, encoded as the run's were. Raises: UserError when one holds none that can be asked."""
+    if not settings.eval_input:
+        return {}
+    from preparation.other_rows import read_other_rows  # not needed without
+
+    if len(set(settings.eval_input)) < len(settings.eval_input):
+        raise UserError(f"--eval_input names a file twice: {', '.join(settings.eval_input)}; name each once")
+    return {name: read_other_rows(name, tokenizer, manifest["recipe"], settings.limit) for name in settings.eval_input}
 
 
 def load_model(
@@ -274,17 +296,6 @@ def choose_decoding(settings: EvalConfig, tokenizer, base, rows) -> dict:
         "max_new_tokens": settings.max_new_tokens or longest,
         "stop_ids": evaluation.stop_token_ids(tokenizer, base.generation_config),
     }
-
-
-def decoding_signature(decoding: dict, tokenizer, dtype) -> str:
-    """The decoding as the signature of the report names it."""
-    if not decoding:
-        return "none"
-    stops = "+".join(tokenizer.convert_ids_to_tokens(decoding["stop_ids"]))
-    return (
-        f"greedy|max_new_tokens:{decoding['max_new_tokens']}|stop:{stops}|weights:{str(dtype).removeprefix('torch.')}|"
-        "asked:as trained|scored:what stands after the thought"
-    )
 
 
 def answer_rows(

@@ -77,6 +77,17 @@ def stop_token_ids(tokenizer, generation_config) -> list[int]:
     return sorted({*end_token_ids(tokenizer), tokenizer.eos_token_id, *configured} - {None})
 
 
+def decoding_signature(decoding: dict, tokenizer, dtype) -> str:
+    """The decoding as the signature of the report names it."""
+    if not decoding:
+        return "none"
+    stops = "+".join(tokenizer.convert_ids_to_tokens(decoding["stop_ids"]))
+    return (
+        f"greedy|max_new_tokens:{decoding['max_new_tokens']}|stop:{stops}|weights:{str(dtype).removeprefix('torch.')}|"
+        "asked:as trained|scored:what stands after the thought"
+    )
+
+
 def read_answer(tokenizer, prompt: list[int], tokens: list[int], stop_ids: list[int]) -> dict:
     """{"answer", "thought", "stopped"}: what a model said to a prompt, in its parts. An answer is what stands after the
     thought, which the prompt may have opened; where the thought does not end, the answer is empty."""

@@ -22,6 +22,7 @@ def render_report(report: dict, language: str = "en") -> str:
         render_table(report, language),
         say("how_to_read"),
         "![differences](differences.png)",
+        *(_other_sets(report["other_sets"], language) if report["other_sets"] else []),
         f"## {say('trained')}",
         _table(("", ""), facts(report, language, _escape, _code)),
         f"## {say('curves')}",
@@ -40,6 +41,15 @@ def render_report(report: dict, language: str = "en") -> str:
         _table(("", ""), signature),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _other_sets(sets: dict[str, dict], language: str) -> list[str]:
+    """Returns the section on rows of other files, whether or not they have to do with what was trained."""
+    say = speaker(language)
+    parts = [f"## {say('other_sets')}", say("other_sets_text")]
+    for name, part in sets.items():
+        parts += [f"### {_code(name)}", render_words(part, language), render_table(part, language)]
+    return parts
 
 
 def render_table(report: dict, language: str = "en") -> str:

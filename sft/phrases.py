@@ -75,6 +75,12 @@ PHRASES = {
         "检验（sign-flip test）给出，并不取自区间：若实际毫无变化，决定结论的留出损失在 100 次评测中至多 4 次被误判为有差异，"
         "所有指标合计至多 5 次（Holm 校正）。↑ 越高越好，↓ 越低越好。",
     ),
+    "other_sets": ("Other sets of rows", "其他数据集"),
+    "other_sets_text": (
+        "Asked like the held-out rows. Where the adapter is worse, training has cost something that the base could do; each set "
+        "has a verdict of its own, so that of many sets some differ by chance.",
+        "提问方式与留出数据相同。若适配器在此变差，说明训练损害了基座原有的能力；每个数据集单独下结论，数据集越多，越可能有偶然的差异。",
+    ),
     # what was trained
     "trained": ("What was trained, and on what", "训练了什么，用了什么数据"),
     "base_model": ("base model", "基座模型"),

@@ -30,7 +30,7 @@ class RunResults:
     summary: dict  # last figures; {} until training has finished
     metrics: list[dict]  # the records of metrics.jsonl in order: those with "loss" and those with "eval_loss"
     report: dict | None  # eval/report.json
-    predictions: list[dict]  # eval/predictions.jsonl, one per held-out row (see `join_predictions`)
+    predictions: list[dict]  # eval/predictions.jsonl, one per row that the run held out (see `join_predictions`)
 
 
 def load_run(run_dir: str | Path) -> RunResults:
@@ -58,7 +58,7 @@ def load_run(run_dir: str | Path) -> RunResults:
         summary=read("summary.json", schemas.SUMMARY, {}),
         metrics=read_metrics(directory),
         report=read("eval/report.json", schemas.OBJECT, None),
-        predictions=_read_lines(directory / "eval" / "predictions.jsonl"),
+        predictions=[row for row in _read_lines(directory / "eval" / "predictions.jsonl") if "set" not in row],
     )
 
 
@@ -107,18 +107,14 @@ def build_report(
     simulated: bool = False,
     times: dict | None = None,
     resamples: int = RESAMPLES,
+    others: dict[str, Sequence[dict]] | None = None,
 ) -> dict:
     """Returns report.json: figures of base and adapter, what their differences show, and all facts of the run.
 
     predictions: of `join_predictions`. manifest: of the data set that the rows came from. simulated: whether this
-    evaluation, too, ran on simulated hardware. Everything but `times` is the same for each evaluation of the same run.
+    evaluation, too, ran on simulated hardware. others: predictions of other sets of rows, by name. Everything but `times` is the same for each evaluation of the same run.
     """
-    base_rows = [row["base_scores"] for row in predictions]
     adapter_rows = [row["adapter_scores"] for row in predictions]
-    difference = compare(base_rows, adapter_rows, seed, resamples)
-    enough = len(predictions) >= FEWEST_ROWS
-    verdicts = judge(difference) if enough else dict.fromkeys(difference, "too few rows")
-    conclusion = _conclude(verdicts) if enough else "too_few"
     found = {
         "adapter_changes_nothing": all(
             row["base"] == row["adapter"] and row["base_nll"] == row["adapter_nll"] for row in predictions
@@ -131,14 +127,9 @@ def build_report(
     data = {name: manifest[name] for name in ("rows_read", "rows_written", "tokens", "target_tokens", "dataset_sha256")}
     return {
         "simulated": bool(simulated or run.environment.get("simulated")),
-        "rows": len(predictions),
-        "conclusion": conclusion,
-        "rows_needed": rows_needed(base_rows, adapter_rows) if conclusion in ("no_effect", "too_few") else None,
+        **compare_sides(predictions, seed, resamples),
         "warnings": [name for name, present in found.items() if present],
-        "base": aggregate(base_rows),
-        "adapter": aggregate(adapter_rows),
-        "difference": difference,
-        "verdicts": verdicts,
+        "other_sets": {name: compare_sides(lines, seed, resamples) for name, lines in (others or {}).items()},
         "signature": signature_of(adapter_rows, language, decoding, seed, resamples),
         "examples": _pick_examples(predictions),
         "leaks": manifest.get("leaks", []),
@@ -153,6 +144,35 @@ def build_report(
     }
 
 
+def compare_sides(predictions: Sequence[dict], seed: int = 42, resamples: int = RESAMPLES) -> dict:
+    """Returns the figures of base and adapter over these rows, and what their differences show."""
+    sides = [[row[f"{side}_scores"] for row in predictions] for side in ("base", "adapter")]
+    difference = compare(*sides, seed, resamples)
+    enough = len(predictions) >= FEWEST_ROWS
+    verdicts = judge(difference) if enough else dict.fromkeys(difference, "too few rows")
+    conclusion = _conclude(verdicts) if enough else "too_few"
+    return {
+        "rows": len(predictions),
+        "conclusion": conclusion,
+        "rows_needed": rows_needed(*sides) if conclusion in ("no_effect", "too_few") else None,
+        "base": aggregate(sides[0]),
+        "adapter": aggregate(sides[1]),
+        "difference": difference,
+        "verdicts": verdicts,
+    }
+
+
+def split_sets(predictions: Sequence[dict], sizes: dict[str, int]) -> dict[str, list[dict]]:
+    """Returns the lines of each set, which stand one after another; those of a named one get that name as `set`."""
+    sets, start = {}, 0
+    for name, size in sizes.items():
+        sets[name] = predictions[start : start + size]
+        start += size
+        for line in sets[name] if name else []:
+            line["set"] = name
+    return sets
+
+
 def write_report(directory: str | Path, report: dict, predictions: Sequence[dict], metrics: Sequence[dict]) -> None:
     """Writes predictions.jsonl, three plots, report.md, report.zh-CN.md, report.html, report.json.
 
@@ -164,7 +184,7 @@ def write_report(directory: str | Path, report: dict, predictions: Sequence[dict
     drawn = {
         "loss": draw_loss(metrics),
         "differences": draw_differences(report["difference"], report["verdicts"]),
-        "length_loss": draw_length_loss(predictions),
+        "length_loss": draw_length_loss([row for row in predictions if "set" not in row]),
     }
     for name, figure in drawn.items():
         figure.savefig(directory / f"{name}.png", dpi=120)

@@ -30,6 +30,7 @@ def render_page(report: dict, predictions: Sequence[dict], metrics: Sequence[dic
     )  # fmt: skip
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    own = [row for row in predictions if "set" not in row]
     in_both = {language: _content(report, language) for language in LANGUAGES}
     return environment.get_template("report.html").render(
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
@@ -37,8 +38,7 @@ def render_page(report: dict, predictions: Sequence[dict], metrics: Sequence[dic
         languages=in_both,
         phrases=PHRASES,
         report=report,
-        rows=[interval_bar(report, name) | {"name": name} for name in report["difference"]],
-        plots=[_svg(draw_loss(metrics, PLOT_INCHES)), _svg(draw_length_loss(predictions, PLOT_INCHES))],
+        plots=[_svg(draw_loss(metrics, PLOT_INCHES)), _svg(draw_length_loss(own, PLOT_INCHES))],
         answers=[answer_data(row) for row in predictions],
         answered=any(row["base"] is not None for row in predictions),
     )
@@ -48,10 +48,20 @@ def _content(report: dict, language: str) -> dict:
     """Returns what the page says in one language; Markdown's stars go."""
     return {
         "notices": [text.replace("**", "") for text in notices(report, language)],
-        "sentences": [text.replace("**", "") for text in sentences(report, language)],
-        "comparison": comparison(report, language),
+        "sets": [_content_of_set(name, part, language) for name, part in {"": report, **report["other_sets"]}.items()],
         "facts": facts(report, language),
         "meanings": metric_meanings(report, language),
+    }
+
+
+def _content_of_set(name: str, part: dict, language: str) -> dict:
+    """Returns what the page says of one set of rows; `part` is the report, or one of its other sets."""
+    return {
+        "name": name,
+        "conclusion": part["conclusion"],
+        "sentences": [text.replace("**", "") for text in sentences(part, language)],
+        "comparison": comparison(part, language),
+        "bars": [interval_bar(part, metric) for metric in part["difference"]],
     }
 
 

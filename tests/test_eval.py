@@ -22,6 +22,7 @@ from sft.dataset import split_sha256
 from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
 from sft.errors import UserError
 from sft.metrics import evaluate_generations
+from sft.report import load_run
 from sft.tokenizer import load_tokenizer
 from tests.conftest import ENVIRONMENT, ROOT, launch, must, run_script
 from tools import tiny
@@ -130,6 +131,34 @@ def test_two_ranks_with_half_of_the_model_each_give_the_same_report(one_rank, ti
              for place in (one_rank[0], tmp_path / "eval")]  # fmt: skip
     assert texts[0] == texts[1] and len(texts[0]) == 19
     assert two["signature"]["decoding"] == one["signature"]["decoding"]
+
+
+def test_other_files_are_sets_of_their_own_in_the_same_report(one_rank, run_copy, tmp_path):
+    """One holds the held-out rows again: read from their texts, they must have the figures of the run's own."""
+    again, other = tmp_path / "again.jsonl", tmp_path / "other.csv"
+    rows = [{"question": row["question"], "answer": row["reference"]} for row in read_predictions(one_rank[0])]
+    again.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    other.write_text(
+        "instruction,output\n" + "".join(f"天空 {n}?,蓝色 {n}\n" for n in range(7)) + "no answer,\n", encoding="utf-8"
+    )
+    main(["--run_dir", str(run_copy), "--eval_input", str(again), str(other)])
+    report, alone = read_report(run_copy / "eval"), read_report(one_rank[0])
+    assert list(report["other_sets"]) == [str(again), str(other)] and alone["other_sets"] == {}
+    for part in (report, report["other_sets"][str(again)]):
+        assert (
+            part["rows"] == 19 and part["conclusion"] == alone["conclusion"] and part["verdicts"] == alone["verdicts"]
+        )
+        for side in ("base", "adapter"):
+            assert part[side] == pytest.approx(alone[side], abs=1e-6)
+    assert report["other_sets"][str(other)]["rows"] == 7
+    assert report["warnings"] == []
+    lines = read_predictions(run_copy / "eval")
+    assert [line.get("set") for line in lines] == [None] * 19 + [str(again)] * 19 + [str(other)] * 7
+    assert len(load_run(run_copy).predictions) == 19
+    for name in ("report.md", "report.html"):
+        text = (run_copy / "eval" / name).read_text(encoding="utf-8")
+        assert "Other sets of rows" in text and str(other) in text
+    assert (run_copy / "eval" / "report.md").read_text(encoding="utf-8").count("| loss ↓") == 3
 
 
 def test_killed_evaluation_goes_on_and_gives_the_same_report(one_rank, tiny_run_dir, tmp_path, capsys):
@@ -340,6 +369,10 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
         (run / "eval").symlink_to(run.parent / "elsewhere")
     elif case == "occupied":
         arguments += ["--output_dir", str(run)]
+    elif case in ("nothing to ask", "file twice"):
+        others = run.parent / "others.jsonl"
+        others.write_text('{"question": "q"}\n')
+        arguments += ["--eval_input", *[str(others)] * (2 if case == "file twice" else 1)]
     elif case == "no rows":
         arguments += ["--limit", "0"]
     elif case == "negative seed":
@@ -364,6 +397,8 @@ REFUSALS = {
     "linked": r"run/eval is a link to elsewhere; give the place to write to with --output_dir",
     "occupied": r"output_dir .*run holds .* but no evaluation; choose another directory",
     "negative seed": r"seed is -1; it must be 0 or more",
+    "nothing to ask": r"--eval_input .*others\.jsonl has no row that can be asked: .*others\.jsonl:1 .*answer",
+    "file twice": r"--eval_input names a file twice: .*; name each once",
     "no rows": r"limit is 0; it must be at least 1",
 }
 

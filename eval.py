@@ -286,7 +286,14 @@ def score_losses(side: str, model, rows, settings: EvalConfig, partial, origin: 
         if accelerator.is_main_process:
             partial.add([{"key": key, "id": row_id, "nll": nats} for row_id, nats in zip(rows["id"], nll.tolist())])
         partial.share()
-    return np.array([partial.found[key, row_id]["nll"] for row_id in rows["id"]])
+    nll = np.array([partial.found[key, row_id]["nll"] for row_id in rows["id"]])
+    if not np.isfinite(nll).all():
+        row_id = rows["id"][int(np.flatnonzero(~np.isfinite(nll))[0])]
+        raise RunFailed(
+            f"the {side} model's loss of row {row_id} is not finite, so nothing can be compared; evaluate an earlier "
+            "checkpoint, or train with a smaller learning_rate"
+        )
+    return nll
 
 
 def choose_decoding(settings: EvalConfig, tokenizer, base, rows) -> dict:

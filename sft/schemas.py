@@ -60,7 +60,14 @@ PROGRESS = {
 }  # fmt: skip
 CHECKSUMS = {str: TEXT}
 RECORD = {"step": COUNT, "loss?": NUMBER, "eval_loss?": NUMBER, "learning_rate?": NUMBER, "grad_norm?": NUMBER}
-RESULT = {"key": TEXT, "id": TEXT, "nll?": NUMBER, "answer?": TEXT, "stopped?": BOOL}  # of an evaluation under way
+RESULT = {
+    "key": TEXT,
+    "id": TEXT,
+    "nll?": NUMBER,
+    "answer?": TEXT,
+    "thought?": TEXT,
+    "stopped?": BOOL,
+}  # of an evaluation under way
 SCORES = {str: ANY}
 PREDICTION = {
     "id": TEXT, "question": TEXT, "reference": TEXT, "length": COUNT, "target_tokens": COUNT, "base?": TEXT,

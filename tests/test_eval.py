@@ -15,12 +15,12 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from eval import main
+from eval import EvalConfig, main, score_losses
 from sft import artifacts, device, evaluation, modeling
 from sft.artifacts import sha256_json
 from sft.dataset import split_sha256
 from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
-from sft.errors import UserError
+from sft.errors import RunFailed, UserError
 from sft.metrics import evaluate_generations
 from sft.report import load_run
 from sft.tokenizer import load_tokenizer
@@ -410,6 +410,16 @@ def test_wrong_use_is_refused_with_a_remedy(case, run_copy, dataset_dir, tmp_pat
     with pytest.raises(UserError, match=REFUSALS[case]):
         main(arguments)
     assert sorted(tmp_path.rglob("*")) == before  # nothing was written
+
+
+def test_losses_that_are_not_finite_are_no_verdict(tmp_path):
+    """A NaN compares with nothing: taken for a difference, it would have been called better."""
+    rows = datasets.Dataset.from_dict({"id": ["a", "b"], "length": [3, 3]})
+    partial = evaluation.PartialResults(tmp_path, Accelerator(cpu=True))
+    key = artifacts.sha256_json({"what": "loss"})
+    partial.found = {(key, "a"): {"nll": 1.0}, (key, "b"): {"nll": float("nan")}}
+    with pytest.raises(RunFailed, match="the adapter model's loss of row b is not finite, so nothing can be compared"):
+        score_losses("adapter", None, rows, EvalConfig(run_dir="run"), partial, {})
 
 
 def test_only_the_command_line_lets_a_models_code_run(run_copy, tiny_model_dir, dataset_dir, tmp_path):

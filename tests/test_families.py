@@ -201,7 +201,7 @@ def test_all_linear_is_every_linear_layer_of_the_language_model_but_the_head(fam
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TARGETS = {"phi3": ["qkv_proj", "o_proj"], "lfm2": ["q_proj", "k_proj", "v_proj", "out_proj"],
-           "deepseek_v3": ["all-linear"]}  # fmt: skip
+           "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]}  # fmt: skip
 TARGETS |= {"qwen3_5": ["all-linear"], "granitemoehybrid": ["all-linear"], "gemma3": ["all-linear"]}
 
 

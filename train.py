@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import batching, checkpoint, config, evaluation, micro_batch, modeling, packing, results, speed
+from sft import batching, checkpoint, config, evaluation, fused, micro_batch, modeling, packing, results, speed
 from sft.config import TrainConfig
 from sft.failures import explained_memory, fail_on_non_finite
 from sft.inputs import read_inputs
 from sft.journal import check_trackers
 from sft.learner import build_learner
+from sft.optimizer import clip_grad_norm
 from sft.run_directory import RunDirectory, out_of_patience
 from sft.watchdog import Watchdog
 
@@ -64,9 +65,11 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
         return
     learner = build_learner(settings, inputs, directory.start.checkpoint, accelerator)
     packing.choose_forward(learner.model, accelerator, inputs.train_rows)
-    if settings.auto_micro_batch:
-        plan = micro_batch.fit(plan, learner.model, inputs.train_rows, accelerator)
-    directory.begin(device.describe(accelerator))
+    replaced = fused.use_fused_operators(learner.model, accelerator) if settings.fused == "auto" else []
+    for line in replaced:
+        accelerator.print(line)
+    plan = micro_batch.choose(plan, learner.model, inputs.train_rows, settings, accelerator)
+    directory.begin({**device.describe(accelerator), "micro_batch_tokens": plan.micro_batch_tokens, "fused": replaced})
     rank, ranks = accelerator.process_index, accelerator.num_processes
     where = directory.where_to_go_on()
     with Watchdog(directory.path, rank, ranks, settings.ddp_timeout, where) as watchdog:
@@ -96,7 +99,11 @@ def load_batches(run: "Run") -> DataLoader:
         DataLoader(
             run.inputs.train_rows.with_format("numpy", columns=["input_ids", "labels"]),
             batch_sampler=batching.StepSampler(run.plan, run.directory.first_step, run.total_steps),
-            collate_fn=partial(batching.collate, pad_to_multiple_of=run.settings.pad_to_multiple_of),
+            collate_fn=partial(
+                batching.collate,
+                pad_to_multiple_of=run.settings.pad_to_multiple_of,
+                pin=run.accelerator.device.type != "cpu",
+            ),
         )
     )
 
@@ -162,7 +169,7 @@ def take_step(run: "Run", step: int, batches) -> bool:
             accelerator.backward(nll * (plan.world_size / target_count))
         nll_sum += nll.detach()
 
-    grad_norm = accelerator.clip_grad_norm_(learner.model.parameters(), run.settings.max_grad_norm or math.inf)
+    grad_norm = clip_grad_norm(accelerator, learner.model, learner.optimizer, run.settings.max_grad_norm or math.inf)
     if device.overflowed(accelerator.device):  # a card that saturates, where no inf ever shows
         nll_sum.fill_(math.inf)
     ranks = exchange(accelerator, nll_sum, grad_norm, run.watchdog.stop_requested)
@@ -241,7 +248,7 @@ class Run:
         rows, learner = self.inputs.eval_rows, self.learner
         if len(rows) == 0:
             return
-        tokens = self.plan.per_device_train_batch_size * max(rows["length"])
+        tokens = max(self.plan.micro_batch_tokens, self.plan.per_device_train_batch_size * max(rows["length"]))
         self.watchdog.reached(self.done, "evaluation")
         nll = evaluation.row_nll(learner.model, rows, self.accelerator, tokens, progress=self.watchdog)
         target_tokens = sum(rows["target_tokens"])
@@ -283,8 +290,8 @@ def exchange(accelerator, nll_sum: torch.Tensor, grad_norm: torch.Tensor, stop: 
 
     It serves the log, the agreement to stop and the search for the rank whose numbers went wrong.
     """
-    mine = torch.stack([nll_sum, modeling.local_value(grad_norm).to(nll_sum), torch.tensor(float(stop)).to(nll_sum)])
-    return accelerator.gather(mine[None]).double().cpu().numpy()
+    mine = torch.stack([nll_sum, modeling.local_value(grad_norm).to(nll_sum), torch.full_like(nll_sum, float(stop))])
+    return accelerator.gather(mine[None]).cpu().double().numpy()
 
 
 def how_to_go_on(settings: TrainConfig, done: int) -> str:

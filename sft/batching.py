@@ -81,6 +81,7 @@ class BatchPlan:
     """The rows of each optimizer step (counted from 0) and their layout over ranks.
 
     lengths, target_tokens: (rows,) tokens per row of the training split.
+    micro_batch_limit: tokens that a card computes at once; 0: as many as the longest rows of a per-device batch have.
     """
 
     lengths: np.ndarray
@@ -89,6 +90,7 @@ class BatchPlan:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     world_size: int
+    micro_batch_limit: int = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -106,14 +108,19 @@ class BatchPlan:
 
     @functools.cached_property
     def micro_batch_tokens(self) -> int:
-        """Tokens of the largest micro-batch there can be: the longest rows of the data set together, which have to fit."""
-        return int(np.sort(self.lengths)[-self.per_device_train_batch_size :].sum())
+        """Tokens that a micro-batch may have: the limit, in which the longest row must fit, or those of the longest
+        per-device batch that there can be, which has to fit."""
+        longest = np.sort(self.lengths)
+        if self.micro_batch_limit:
+            return max(int(longest[-1]), self.micro_batch_limit)
+        return int(longest[-self.per_device_train_batch_size :].sum())
 
     def layout(self, step: int) -> list[list[list[int]]]:
         """[micro-batch][rank] → rows. Ranks get even token sums, then each rank's micro-batches do; some may be empty.
 
-        Short rows share a micro-batch as long as it stays within `micro_batch_tokens`: fewer and larger products in the
-        same memory. So there are gradient_accumulation_steps micro-batches at most, on all ranks the same number.
+        Rows share a micro-batch as long as it stays within `micro_batch_tokens`: a forward of four short rows costs what
+        one costs. So there are as few micro-batches as that allows, on all ranks the same number; without a limit
+        gradient_accumulation_steps at most.
         """
         return self._layouts(step)
 
@@ -126,9 +133,12 @@ class BatchPlan:
         size, most, limit = self.per_device_train_batch_size, self.gradient_accumulation_steps, self.micro_batch_tokens
         by_rank = deal(longest_first(self.rows(step), self.lengths), self.world_size, size * most)
         filled = [fill(rows, limit) for rows in by_rank]
-        count = max(1, min(most, max(map(len, filled))))
-        laid = [deal(rows, count, size if count == most else size * most) for rows in by_rank]
-        if count < most:
+        count = max(1, max(map(len, filled)))
+        if not self.micro_batch_limit and count >= most:  # greedy filling is not perfect, but these fit for certain
+            count = most
+            laid = [deal(rows, count, size) for rows in by_rank]
+        else:
+            laid = [deal(rows, count, size * most) for rows in by_rank]
             for rank, bins in enumerate(laid):  # even token sums, unless those do not fit
                 if max(sum(tokens for tokens, _ in sized) for sized in bins) > limit:
                     laid[rank] = filled[rank] + [[] for _ in range(count - len(filled[rank]))]
@@ -192,15 +202,19 @@ class StepSampler:
                 yield from micro_batch
 
 
-def collate(rows: list[dict], pad_to_multiple_of: int = 1) -> dict:
+def collate(rows: list[dict], pad_to_multiple_of: int = 1, pin: bool = False) -> dict:
     """Packs rows ({"input_ids", "labels"}, 1-D each) into the arguments of `TargetLoss.forward`.
 
     Rows stand one after another without padding. A label counts at the position before it (labels are not shifted in
-    the data set). No rows, or a length to round up to a multiple, give a last segment of zeros without targets.
+    the data set). A length to round up to a multiple gives a last segment of zeros without targets. No rows give two
+    zeros with one target that does not count (`counted`), as cards were never tried with tensors of no elements.
+    pin: in memory from which a card fetches by itself, while the host goes on.
     """
+    counted = bool(rows)
+    rows = rows or [{"input_ids": [0, 0], "labels": [-100, 0]}]
     lengths = [len(row["input_ids"]) for row in rows]
     total = sum(lengths)
-    rounded = max(-(-total // pad_to_multiple_of) * pad_to_multiple_of, 1)
+    rounded = -(-total // pad_to_multiple_of) * pad_to_multiple_of
     if rounded > total:
         lengths.append(rounded - total)
     input_ids = np.zeros(rounded, dtype=np.int64)
@@ -211,11 +225,13 @@ def collate(rows: list[dict], pad_to_multiple_of: int = 1) -> dict:
         labels[start : start + len(row["labels"])] = row["labels"]
         labels[start] = -100  # nothing predicts a row's first token
     targets = np.flatnonzero(labels != -100)
-    return {
+    tensors = {
         "input_ids": torch.from_numpy(input_ids)[None],
         "position_ids": torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]))[None],
         "target_positions": torch.from_numpy(targets - 1),
         "target_ids": torch.from_numpy(labels[targets]),
-        "segment_lengths": tuple(lengths),
         "cu_seq_lens": torch.from_numpy(starts.astype(np.int32)),
     }
+    if pin:
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {**tensors, "segment_lengths": tuple(lengths), "counted": counted}

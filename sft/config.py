@@ -58,6 +58,9 @@ class TrainConfig:
     per_device_train_batch_size: int = option(1, "rows per micro-batch and rank; more when they are short")
     gradient_accumulation_steps: int | None = option(None, "micro-batches per step and rank, at most (default 1)")
     global_batch_size: int | None = option(None, "rows per optimizer step over all ranks; derives the accumulation")
+    micro_batch_tokens: int | None = option(
+        None, "tokens that a card computes at once (default: what its memory allows)"
+    )
     auto_micro_batch: bool = option(False, "out of memory: halve the micro-batch, double the accumulation, go on")
     # optimisation
     learning_rate: float = option(2e-4, "peak learning rate of AdamW")
@@ -81,6 +84,9 @@ class TrainConfig:
     attn_implementation: str = option(
         "packed_sdpa", "attention over packed rows", choices=("packed_sdpa", "flash_attention_2")
     )
+    fused: str = option(
+        "auto", "fewer, larger operators where the card has them, each compared at start", choices=("auto", "off")
+    )
     deterministic: bool = option(False, "the same bits for the same work on the same cards; slower on some")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")
     loss_chunk_tokens: int = option(1024, "target tokens whose logits are in memory at once; 0: all")
@@ -100,7 +106,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_steps",
                      "lora_alpha", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "stop_at_step",
-                     "early_stopping_patience"):  # fmt: skip
+                     "early_stopping_patience", "micro_batch_tokens"):  # fmt: skip
             require(self, name, lambda value: 1 <= value <= LARGEST, f"from 1 to {LARGEST}")
         for name in ("lora_r", "pad_to_multiple_of"):
             require(self, name, lambda value: 1 <= value <= 65536, "from 1 to 65536")

@@ -24,7 +24,9 @@ Result = TypeVar("Result")
 
 # Read by torch_npu when it is loaded (torch_npu docs, "Environment variables"; HCCL docs for the last one):
 # growing segments instead of fragments, operator launch on two queues, worker threads kept near their card, and ten
-# minutes instead of two for the slowest server to join. A value that the user has set stays.
+# minutes instead of two for the slowest server to join. A value that the user has set stays, as a whole: growing segments
+# go with no other option of the allocator. Two queues may raise the peak of memory (docs, TASK_QUEUE_ENABLE), for which
+# micro_batch.MARGIN leaves room.
 NPU_ENVIRONMENT = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     "TASK_QUEUE_ENABLE": "2",
@@ -44,8 +46,23 @@ HCCL_EXEC_TIMEOUT_DEFAULT_S = 1836  # HCCL docs: how long a started collective w
 
 def set_environment_defaults() -> None:
     """Sets what has to be in the environment before torch is imported; call it first thing in a script."""
-    for name, value in NPU_ENVIRONMENT.items():
+    for name, value in npu_environment(library_versions().get("torch_npu")).items():
         os.environ.setdefault(name, value)
+
+
+def npu_environment(torch_npu: str | None) -> dict[str, str]:
+    """NPU_ENVIRONMENT as that release of torch_npu reads it: from 2.6 on it can keep threads near their own card, where
+    before it dealt out the cores by the card's number (torch_npu docs, CPU_AFFINITY_CONF).
+
+    It asks the driver's libdcmi which cores those are, and fails where a container lacks it.
+    """
+    near = torch_npu is not None and tuple(map(int, torch_npu.split(".")[:2])) >= (2, 6)
+    if near:
+        try:
+            ctypes.CDLL("libdcmi.so")
+        except OSError:
+            near = False
+    return {**NPU_ENVIRONMENT, **({"CPU_AFFINITY_CONF": "1,npu_affine:1"} if near else {})}
 
 
 def check_mixed_precision() -> None:
@@ -210,7 +227,7 @@ def start(
         fsdp_plugin=sharding_plugin(state),
         log_with=[name for name in trackers if name != "none"] or None,
         project_config=project,
-        dataloader_config=DataLoaderConfiguration(even_batches=False),
+        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         kwargs_handlers=[
             # Every trainable weight gets a gradient, buffers never change: no search, no broadcast per forward.
             DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -385,6 +402,13 @@ def peak_memory_bytes(device) -> int:
     return getattr(torch, device.type).max_memory_allocated(device)
 
 
+def memory_bytes(device) -> int:
+    """All of a card's memory."""
+    import torch
+
+    return getattr(torch, device.type).get_device_properties(device).total_memory
+
+
 def is_sharded(accelerator) -> bool:
     """Whether each rank holds a part of the weights only (FSDP2)."""
     return accelerator.is_fsdp2
@@ -509,6 +533,25 @@ def is_out_of_memory(error: BaseException) -> bool:
         or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
         or "can't allocate memory" in str(error)
     )
+
+
+def has_fused_operators(device) -> bool:
+    """Whether the card's libraries have one operator for packed attention, RMSNorm, rotary angles and SwiGLU: Atlas A2
+    and A3 (torch_npu docs, "supported products" of each)."""
+    return device.type == "npu" and device_name(device).startswith(("Ascend910B", "Ascend910_9"))
+
+
+def has_varlen_attention(device) -> bool:
+    """Whether torch itself has FlashAttention over packed rows for this card: CUDA since Ampere."""
+    import torch
+
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        from torch.nn.attention import varlen  # noqa: F401  torch 2.10
+    except ImportError:
+        return False
+    return True
 
 
 def flash_ignores_windows() -> bool:

@@ -9,6 +9,7 @@ from sft.config import TrainConfig
 from sft.dropout import DropoutRows, own_dropout
 from sft.errors import UserError
 from sft.inputs import Inputs
+from sft.optimizer import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,8 @@ def build_learner(settings: TrainConfig, inputs: Inputs, resumed: checkpoint.Che
     accelerator.print(
         f"{trainable:,} trainable of {total:,} parameters; {device.describe_precision(inputs.dtype, accelerator)}."
     )
-    optimizer = torch.optim.AdamW(
-        modeling.trainable_parameters(peft_model).values(),
-        lr=settings.learning_rate,
-        weight_decay=settings.weight_decay,
+    optimizer = make_optimizer(
+        modeling.trainable_parameters(peft_model).values(), settings.learning_rate, settings.weight_decay, accelerator
     )
     dropout = own_dropout(peft_model, settings.seed)
     model = modeling.TargetLoss(peft_model, settings.loss_chunk_tokens, dropout)

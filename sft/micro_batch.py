@@ -1,14 +1,68 @@
-"""auto_micro_batch: the largest micro-batch that fits into every rank's memory."""
+"""How many tokens every rank computes at once: as a setting says, as its card's memory allows, or as trying shows."""
 
 from dataclasses import replace
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 
-from sft import device
+from sft import device, modeling
 from sft.batching import BatchPlan, collate
 from sft.errors import RunFailed, UserError
+from sft.memory import OUTSIDE_TORCH_BYTES, Plan, activation_bytes
+
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")  # that the estimate needs
+LARGEST = 8192  # tokens; the products of a larger micro-batch are no faster
+STEP = 256  # so that the tokens do not hang on a few bytes
+MARGIN = 0.15  # of the card's memory stays free: the estimate's own error, fragments
+
+
+def choose(plan: BatchPlan, model: torch.nn.Module, train_rows, settings, accelerator) -> BatchPlan:
+    """The plan with as many tokens to a micro-batch as fit; global batch, rows per step and results stay.
+
+    model: a `TargetLoss` with its weights, prepared. Call it on every rank.
+    """
+    if settings.auto_micro_batch:
+        return fit(plan, model, train_rows, accelerator)
+    limit = settings.micro_batch_tokens or tokens_that_fit(model, settings, accelerator)
+    plan = replace(plan, micro_batch_limit=limit)
+    accelerator.print(f"Up to {plan.micro_batch_tokens} tokens at once on each rank.")
+    return plan
+
+
+def tokens_that_fit(model: torch.nn.Module, settings, accelerator) -> int:
+    """Tokens of a micro-batch whose activations fit beside the weights into the smallest rank's card, by the estimate.
+
+    The same for the same settings and cards. 0 where nothing is gained or known: on the CPU, for rows that are not
+    packed, and for layers that the estimate does not count. One object collective.
+    """
+    loss = accelerator.unwrap_model(model)
+    config = modeling.text_config(loss.causal.config)
+    counted = all(getattr(config, name, None) for name in SHAPE)
+    if accelerator.device.type == "cpu" or not loss.packs or not counted:
+        return 0
+    parameters = list(model.parameters())
+    held = sum(local.numel() * local.element_size() for local in map(modeling.local_part, parameters))
+    held += sum(3 * 4 * modeling.local_part(p).numel() for p in parameters if p.requires_grad)  # gradient, two moments
+    if device.is_sharded(accelerator):  # what is gathered while it computes: embedding, head, two layers
+        whole = sum(p.numel() for p in parameters)
+        outer = {loss.causal.get_input_embeddings().weight, loss.causal.get_output_embeddings().weight}
+        outside = sum(p.numel() for p in outer)
+        held += parameters[0].element_size() * (outside + 2 * (whole - outside) // config.num_hidden_layers)
+    room = (1 - MARGIN) * device.memory_bytes(accelerator.device) - OUTSIDE_TORCH_BYTES - held
+    frozen = next(p for p in parameters if not p.requires_grad)
+    bounded = config.model_type in modeling.PLAIN_HEAD  # other models' logits are computed all at once
+
+    def needed(tokens: int) -> int:
+        plan = Plan(
+            tokens=tokens, target_tokens=tokens, dtype=frozen.dtype, autocast=accelerator.mixed_precision != "no",
+            checkpointing=settings.gradient_checkpointing, chunk_tokens=settings.loss_chunk_tokens if bounded else 0,
+            lora_r=settings.lora_r, target_modules=tuple(settings.target_modules),
+        )  # fmt: skip
+        return sum(activation_bytes(config, plan))
+
+    mine = max((tokens for tokens in range(STEP, LARGEST + 1, STEP) if needed(tokens) <= room), default=0)
+    return min(gather_object([mine]))
 
 
 def fit(plan: BatchPlan, model: torch.nn.Module, train_rows, accelerator) -> BatchPlan:

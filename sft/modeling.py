@@ -25,11 +25,11 @@ from peft import (
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from sft import schemas
 from sft.artifacts import read_json
+from sft.attention import register_packed_sdpa
 from sft.device import flash_ignores_windows, is_out_of_memory
 from sft.dropout import DropoutRows
 from sft.errors import UserError
@@ -164,42 +164,6 @@ def check_attention(config, attn_implementation: str) -> None:
             f"{config.model_type} uses a sliding window of {window} tokens, which flash_attention_2 on this card ignores; "
             "use attn_implementation: packed_sdpa"
         )
-
-
-def packed_sdpa(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Causal attention inside each row of a packed micro-batch: (1, heads, T, d) each, output (1, T, heads, d).
-
-    `segment_lengths` (from the batch, through the model's keyword arguments) cuts T into rows. One call of
-    scaled_dot_product_attention per row never builds the (T, T) mask, and its work grows with Σ length² instead of
-    (Σ length)². A sliding window shorter than a row gets that row's band mask.
-    """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    lengths = list(kwargs.get("segment_lengths") or (query.shape[2],))
-    window = kwargs.get("sliding_window")
-    outputs = []
-    for q, k, v in zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)):
-        mask = None
-        if window and q.shape[2] > window:
-            position = torch.arange(q.shape[2], device=q.device)
-            distance = position[:, None] - position[None, :]
-            mask = (distance >= 0) & (distance < window)
-        outputs.append(
-            functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def register_packed_sdpa() -> None:
-    """Makes attn_implementation="packed_sdpa" known to transformers; its mask is None, as rows are cut by length."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register("packed_sdpa", packed_sdpa)
-    AttentionMaskInterface.register("packed_sdpa", lambda *args, **kwargs: None)
 
 
 def generation_attention() -> str:
@@ -357,9 +321,11 @@ class TargetLoss(torch.nn.Module):
         target_ids: Tensor,  # (n,) int64: the tokens that follow there
         segment_lengths: tuple[int, ...],  # tokens per row, sum T
         cu_seq_lens: Tensor,  # (rows + 1,) int32: running sum of segment_lengths, for varlen kernels
+        counted: bool = True,  # False: no rows, the nats of the target count for nothing
     ) -> Tensor:
         if not self.packs:
-            return self.rows_alone(input_ids, target_positions, target_ids, segment_lengths)
+            nll = self.rows_alone(input_ids, target_positions, target_ids, segment_lengths)
+            return nll if counted else nll * 0
         if self.dropout:
             self.dropout.pack(segment_lengths)
         longest = max(segment_lengths)
@@ -367,7 +333,8 @@ class TargetLoss(torch.nn.Module):
             "input_ids": input_ids, "position_ids": position_ids, "segment_lengths": segment_lengths,
             "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens, "max_length_q": longest, "max_length_k": longest,
         }  # fmt: skip
-        return self.nll(arguments, target_positions, target_ids)
+        nll = self.nll(arguments, target_positions, target_ids)
+        return nll if counted else nll * 0
 
     def nll(self, arguments: dict, target_positions: Tensor, target_ids: Tensor) -> Tensor:
         """Nats per target token, (n,) float32, of one call of the language model."""
@@ -408,7 +375,12 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
 
 def held_parameters(model: torch.nn.Module) -> int:
     """Number of weights that this rank holds itself: all of them, or its shard's."""
-    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
+    return sum(local_part(p).numel() for p in model.parameters())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank itself holds of a tensor that may be sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def plain_name(name: str) -> str:

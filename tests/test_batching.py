@@ -176,9 +176,27 @@ def test_packing_counts_each_target_at_the_position_before_it():
     assert batch["cu_seq_lens"].tolist() == [0, 4, 6] and batch["cu_seq_lens"].dtype == torch.int32
 
 
-def test_no_rows_and_rounded_lengths_give_a_segment_without_targets():
+def test_no_rows_give_a_target_that_does_not_count_and_rounded_lengths_a_segment_without_targets():
     empty = collate([])
-    assert empty["input_ids"].tolist() == [[0]] and len(empty["target_ids"]) == 0
+    assert empty["input_ids"].tolist() == [[0, 0]] and empty["counted"] is False
+    assert all(value.numel() > 0 for value in empty.values() if isinstance(value, torch.Tensor))
     padded = collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}], pad_to_multiple_of=8)
     assert padded["input_ids"].shape == (1, 8) and padded["segment_lengths"] == (3, 5)
-    assert padded["target_ids"].tolist() == [6, 7]
+    assert padded["target_ids"].tolist() == [6, 7] and padded["counted"] is True
+
+
+@pytest.mark.parametrize(("limit", "micro_batches"), [(0, 4), (60, 4), (120, 4), (180, 2), (355, 1), (8192, 1)])
+def test_a_limit_decides_how_many_rows_share_a_forward_and_changes_no_step(limit, micro_batches):
+    lengths = np.array([60, 80, 95, 120])
+    plan = BatchPlan(lengths, lengths, 0, 1, 4, 1, micro_batch_limit=limit)
+    layout = plan.layout(0)
+    assert len(layout) == micro_batches
+    assert sorted(row for ranks in layout for row in ranks[0]) == [0, 1, 2, 3]
+    assert plan.micro_batch_tokens == max(limit, 120)  # the longest row has to fit
+    assert max(lengths[ranks[0]].sum() for ranks in layout) <= plan.micro_batch_tokens
+
+
+def test_a_limit_below_the_per_device_batch_makes_more_micro_batches():
+    lengths = np.full(8, 100)
+    plan = BatchPlan(lengths, lengths, 0, 4, 1, 2, micro_batch_limit=100)
+    assert [[len(rows) for rows in ranks] for ranks in plan.layout(0)] == [[1, 1]] * 4

@@ -23,6 +23,7 @@ from sft.batching import collate
 from sft.config import TrainConfig, parse, read_yaml
 from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT, torch_version
 from sft.errors import UserError
+from sft.memory import kept_bytes_per_token
 from tests import sim_ascend
 from tests.conftest import ROOT, launch, peak_bytes, run_script
 from tests.sim_ascend.build import Unavailable, install_wheel
@@ -640,7 +641,7 @@ def test_activation_formula_counts_what_autograd_keeps(dtype, autocast, targets)
     measured = kept_by_autograd(step, batch, autocast)
     outside = 256 * 128 * 4 + 16 * 300 * 4  # the last norm's input, log-softmax
     # The rest is small: rotary tables, the norms' scales, the adapter's own casts.
-    assert measured - outside == pytest.approx(3 * 256 * memory.kept_bytes_per_token(config, plan), rel=0.06)
+    assert measured - outside == pytest.approx(3 * 256 * kept_bytes_per_token(config, plan), rel=0.06)
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -651,7 +652,7 @@ def test_activation_formula_counts_the_experts_that_a_token_goes_through(dtype, 
     step, batch, config = small_model(plan, (128, 3, 512, 8, 2, 300), family="qwen3_moe", **experts)
     measured = kept_by_autograd(step, batch, autocast) - (256 * 128 * 4 + 16 * 300 * 4)
     # 10 %: the router's scores and the tokens' order among experts are not counted
-    assert measured == pytest.approx(3 * 256 * memory.kept_bytes_per_token(config, plan, normed_heads=True), rel=0.1)
+    assert measured == pytest.approx(3 * 256 * kept_bytes_per_token(config, plan, normed_heads=True), rel=0.1)
     parts = memory.estimate(config, plan)
     assert parts["base weights"] == dtype.itemsize * sum(
         p.numel() for name, p in step.named_parameters() if "lora_" not in name

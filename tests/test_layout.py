@@ -9,11 +9,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SFT = [  # a module of sft/ imports only from levels before its own
     {"masking", "terminal", "schemas"},
-    {"errors", "loss", "dropout", "phrases", "card", "simulation", "speed"},
+    {"errors", "loss", "dropout", "phrases", "card", "simulation", "speed", "attention", "optimizer"},
     {"config", "artifacts", "tokenizer", "metrics", "template", "batching", "hub"},
     {"dataset", "encoding", "device", "journal", "plots", "findings"},
     {"modeling", "markdown", "webpage", "watchdog"},
-    {"evaluation", "checkpoint", "packing", "serving", "weights", "report", "micro_batch", "failures"},
+    {"memory"},
+    {"evaluation", "checkpoint", "packing", "serving", "weights", "report", "micro_batch", "failures", "fused"},
     {"run_directory", "report_directory", "results"},
     {"inputs"},
     {"learner"},

@@ -52,6 +52,16 @@ def test_each_rank_has_its_own_card_over_hccl(two_cards_dir, npu_environment):
         assert "simulated Ascend" in (two_cards_dir / "README.md").read_text()
 
 
+def test_the_fused_operators_are_on_and_a_step_is_one_forward(two_cards_dir):
+    """Else the equality with the CPU below would be that of what they replace."""
+    environment = json.loads((two_cards_dir / "environment.json").read_text())
+    kinds = [line.split(": ")[0] for line in environment["fused"]]
+    assert kinds == ["attention", "RMSNorm", "SwiGLU", "rotary", "linear"]
+    assert "one call for all rows in 2 layers" in environment["fused"][0]
+    assert environment["fused"][1].startswith("RMSNorm: 5 modules") and "left as it is" not in str(environment["fused"])
+    assert environment["micro_batch_tokens"] == 8192
+
+
 def test_more_processes_than_visible_cards_are_refused(tmp_path, tiny_model_dir, dataset_dir, npu_environment):
     one = {**npu_environment, "ASCEND_RT_VISIBLE_DEVICES": "0"}
     result = train("npu_2", tiny_model_dir, dataset_dir, tmp_path / "run", env=one)

@@ -55,3 +55,37 @@ def test_the_peak_is_that_of_torch_npus_own_allocator(seen):
 
 def test_an_operator_that_is_not_known_is_an_error_by_name(seen):
     assert "operator SortV2 is not simulated" in seen["unknown"]
+
+
+@pytest.fixture(scope="session")
+def steps_of_7b(session_dir, tiny_model_dir, trace_environment) -> dict:
+    """The benchmark's table for Qwen2.5-7B's shape, by step, and what was counted by operator."""
+
+    def make(path: Path) -> None:
+        must(run_script("benchmarks/npu_launches.py", "--tokenizer", tiny_model_dir, "--output", path, timeout=900))
+
+    written = json.loads(once(session_dir / "npu-launches-7b", make).read_text())
+    return {line["step"]: {**line, "by operator": written["counted"][line["step"]]} for line in written["table"]}
+
+
+@pytest.mark.slow  # two minutes; `make test-npu` runs it
+def test_a_step_of_7b_keeps_its_budget(steps_of_7b):
+    """Four rows of 60, 80, 95 and 120 tokens on one card; a plain transformers loop is counted in the same run."""
+    project, plain = steps_of_7b["train.py"], steps_of_7b["transformers + PEFT, row by row"]
+    assert project["launches"] <= 3100 and project["host waits"] <= 2
+    assert plain["launches"] > 7 * project["launches"] and plain["host waits"] >= 20
+    copies = {name: count for name, count in project.items() if "copies" in name and count}
+    # The batch is fetched by the card; the host reads one exchange: loss, norm and stop request.
+    assert copies == {"asynchronous copies to the device": 5, "blocking copies to the host": 1}
+    assert project["peak GiB"] < plain["peak GiB"] + 0.5
+
+
+@pytest.mark.slow
+def test_a_step_of_7b_is_28_layers_of_fused_operators(steps_of_7b):
+    launches = steps_of_7b["train.py"]["by operator"]["launches"]
+    once_a_layer = [
+        "aclnnFlashAttentionVarLenScore", "aclnnFlashAttentionUnpaddingScoreGrad", "aclnnSwiGlu", "aclnnSwiGluGrad"
+    ]  # fmt: skip
+    assert {name: launches[name] for name in once_a_layer} == dict.fromkeys(once_a_layer, 28)
+    assert launches["aclnnRmsNorm"] == 57
+    assert launches["aclnnRotaryPositionEmbeddingV2"] == 56  # query and key

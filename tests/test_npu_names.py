@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sft import device
 from tests.conftest import ROOT, once
 
 pytestmark = pytest.mark.npu
@@ -107,3 +108,22 @@ def test_every_used_name_exists_in(release):
     for module, path in zip(("npu", "utils"), SOURCES):
         missing = used_names()[module] - bound_names(folder / path)
         assert not missing, f"torch_npu {release} lacks {sorted(missing)} in {path}"
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "driver", "affinity"),
+    [
+        (None, True, "1"), ("2.1.0.post10", True, "1"), ("2.5.1", True, "1"), ("2.6.0.post3", True, "1,npu_affine:1"),
+        ("2.13.0", True, "1,npu_affine:1"), ("2.13.0", False, "1"),
+    ],
+)  # fmt: skip
+def test_threads_stay_near_their_card_where_torch_npu_and_the_driver_can(monkeypatch, torch_npu, driver, affinity):
+    """Without libdcmi torch_npu ends at the first use of a card: "libdcmi.so: cannot open shared object file"."""
+
+    def load(name):
+        assert name == "libdcmi.so"
+        if not driver:
+            raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(device.ctypes, "CDLL", load)
+    assert device.npu_environment(torch_npu) == {**device.NPU_ENVIRONMENT, "CPU_AFFINITY_CONF": affinity}

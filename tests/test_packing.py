@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sft import modeling
+from sft import attention, modeling
 from sft.batching import BatchPlan, collate
 from tests.conftest import ROOT, launch, must
 
@@ -81,13 +81,23 @@ def test_a_row_does_not_see_its_neighbours(model):
 def test_a_sliding_window_is_a_band_in_each_row():
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 11, 4)
-    found, _ = modeling.packed_sdpa(None, query, key, value, None, segment_lengths=(7, 4), sliding_window=3)
+    found, _ = attention.packed_sdpa(None, query, key, value, None, segment_lengths=(7, 4), sliding_window=3)
     distance = torch.arange(11)[:, None] - torch.arange(11)[None]
     row = torch.tensor([0] * 7 + [1] * 4)
     seen = (distance >= 0) & (distance < 3) & (row[:, None] == row[None])
     scores = (query @ key.transpose(2, 3) / 2).masked_fill(~seen, -torch.inf)
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_no_rows_count_for_nothing(model):
+    """A rank whose share of a step is empty takes part, with gradients of zero."""
+    model.zero_grad()
+    nll = model(**collate([]))
+    nll.sum().backward()
+    assert nll.tolist() == [0.0]
+    gradients = [p.grad for p in modeling.trainable_parameters(model).values()]
+    assert len(gradients) == 16 and all(gradient.count_nonzero() == 0 for gradient in gradients)
 
 
 def test_frozen_weights_get_no_gradients(model):

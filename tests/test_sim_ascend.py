@@ -191,9 +191,24 @@ def test_memory_that_is_not_there_is_an_out_of_memory_error(card):
 
 
 def test_operators_that_are_not_simulated_are_named(card):
-    assert "aclnnSwiGlu or aclnnSwiGluGetWorkspaceSize not in libopapi.so" in card["unsupported"]["aclnn"]
+    assert "aclnnGeluV2 or aclnnGeluV2GetWorkspaceSize not in libopapi.so" in card["unsupported"]["aclnn"]
     # torch_npu 2.1 prints what it does not raise.
-    assert "operator RmsNorm is not simulated" in card["unsupported"]["by name"] + card["printed"] * TORCH_21
+    assert "operator SortV2 is not simulated" in card["unsupported"]["by name"] + card["printed"] * TORCH_21
+
+
+@pytest.mark.parametrize("what", ["causal", "band", "rms_norm", "rotary", "swiglu", "swiglu of dim 0"])
+def test_fused_operators_and_their_gradients_are_their_formulas(card, what):
+    assert card["fused"][what] < 2e-6  # sums of a dozen numbers of order 1 in float32
+
+
+def test_attention_without_a_mask_is_full_without_a_word(card):
+    """As on hardware, where sparse_mode is then ignored: whoever forgets the mask must see it in a test."""
+    assert card["fused"]["no mask"] < 2e-6
+
+
+def test_fused_attention_refuses_what_its_contract_does_not_allow(card):
+    assert "atten_mask must be 2048 x 2048 bool" in card["fused"]["mask of another size"]
+    assert "actual_seq_qlen must end at the number of tokens" in card["fused"]["ends that miss a token"]
 
 
 def test_tensors_on_different_devices_are_refused(card):

@@ -175,7 +175,7 @@ def _compile_operators(library: Path, torch_npu: Path) -> None:
     folders = [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-L{torch_npu / 'lib'}"]
     flags = [*_compiler(), "-O1", "-w", "-shared", *folders]
     output = ["-ltorch_npu", "-ltorch_cpu", "-lc10", "-o", library / "libsimoperators.so"]
-    run([*flags, SOURCES / "operators.cpp", *output], "operators.cpp does not compile")
+    run([*flags, SOURCES / "operators.cpp", SOURCES / "fused.cpp", *output], "the operators do not compile")
 
 
 def _unsupported_functions(torch_npu: Path, parts: list[Path]) -> str:

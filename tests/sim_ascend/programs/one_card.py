@@ -129,21 +129,77 @@ def three_steps(device):
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def fused() -> dict:
+    """Fused operators against the formulas of their documentation, written out in plain torch on the CPU."""
+    torch.manual_seed(0)
+    rows, mask = (5, 1, 7), torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
+    ends = [5, 6, 13]
+    q, k, v = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
+
+    def attention(q, k, v, **arguments):
+        return torch_npu.npu_fusion_attention(
+            q, k, v, 4, "TND", scale=0.3, actual_seq_qlen=ends, actual_seq_kvlen=ends, **arguments
+        )[0]
+
+    def by_hand(q, k, v, seen):
+        row = torch.repeat_interleave(torch.arange(3), torch.tensor(rows))
+        distance = torch.arange(13)[:, None] - torch.arange(13)[None]
+        hidden = ~(seen(distance) & (row[:, None] == row[None]))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k).mul(0.3).masked_fill(hidden, -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+    x, gamma, half = torch.randn(3, 8), torch.randn(8), torch.randn(2, 5, 3, 6)
+    angles = torch.randn(2, 1, 5, 1, 6)
+    return {
+        "causal": gap(lambda *t: attention(*t, atten_mask=mask, sparse_mode=3), lambda *t: by_hand(*t, lambda d: d >= 0), q, k, v),
+        "band": gap(
+            lambda *t: attention(*t, atten_mask=mask, sparse_mode=4, pre_tockens=2, next_tockens=0),
+            lambda *t: by_hand(*t, lambda d: (d >= 0) & (d <= 2)), q, k, v,
+        ),
+        "no mask": gap(lambda *t: attention(*t, sparse_mode=3), lambda *t: by_hand(*t, lambda d: d == d), q, k, v),
+        "rms_norm": gap(
+            lambda x, g: torch_npu.npu_rms_norm(x, g, 1e-6)[0],
+            lambda x, g: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * g, x, gamma,
+        ),
+        "rotary": gap(
+            lambda x: torch_npu.npu_rotary_mul(x, *angles.to(x.device)),
+            lambda x: x * angles[0] + torch.cat([-x[..., 3:], x[..., :3]], -1) * angles[1], half,
+        ),
+        "swiglu": gap(lambda x: torch_npu.npu_swiglu(x), lambda x: F.silu(x[:, :4]) * x[:, 4:], x),
+        "swiglu of dim 0": gap(lambda x: torch_npu.npu_swiglu(x, 0), lambda x: F.silu(x[:4]) * x[4:], x.T),
+        "mask of another size": message_of(lambda: attention(q.npu(), k.npu(), v.npu(), atten_mask=mask[:13, :13], sparse_mode=3)),
+        "ends that miss a token": message_of(lambda: torch_npu.npu_fusion_attention(
+            q.npu(), k.npu(), v.npu(), 4, "TND", atten_mask=mask, actual_seq_qlen=[5, 12], actual_seq_kvlen=[5, 12], sparse_mode=3)),
+    }  # fmt: skip
+
+
+def gap(on_card, by_hand, *inputs) -> float:
+    """Largest difference of result and gradients by all inputs."""
+    found = []
+    for function, device in ((on_card, "npu"), (by_hand, "cpu")):
+        leaves = [tensor.to(device).requires_grad_() for tensor in inputs]
+        result = function(*leaves)
+        slope = torch.arange(result.numel(), device=device, dtype=torch.float32).view(result.shape) / result.numel()
+        found.append([t.detach().cpu() for t in (result, *torch.autograd.grad(result, leaves, slope))])
+    return max(float((a - b).abs().max()) for a, b in zip(*found))
+
+
 def unsupported() -> dict:
     """Last: on hardware, too, an operator that fails in the queue leaves a process that cannot go on."""
 
     def by_name():
-        torch_npu.npu_rms_norm(torch.ones(4, 4, device="npu"), torch.ones(4, device="npu"))
+        torch_npu.npu_sort_v2(torch.ones(4, 4, device="npu"))
         torch.npu.synchronize()
 
     return {
-        "aclnn": message_of(lambda: torch_npu.npu_swiglu(torch.ones(4, 4, device="npu"))),
+        "aclnn": message_of(lambda: torch_npu.npu_gelu(torch.ones(4, 4, device="npu"))),
         "by name": message_of(by_name),
     }
 
 
 if __name__ == "__main__":
-    parts = (cards, memory, random_numbers, operators, unsupported)
+    parts = (cards, memory, random_numbers, operators, fused, unsupported)
     seen = {part.__name__: part() for part in parts}
     with open(sys.argv[1], "w") as file:
         json.dump(seen, file)

@@ -276,6 +276,11 @@ bool stays_with_torch_npu(const c10::FunctionSchema& schema)
     return false;
 }
 
+// Fused operators whose CPU kernels are in fused.cpp.
+const char* const kFused[] = {
+    "npu_rms_norm", "npu_rms_norm_backward", "npu_rotary_mul", "npu_rotary_mul_backward", "npu_swiglu",
+    "npu_swiglu_backward", "npu_fusion_attention", "npu_fusion_attention_grad"};
+
 class Registration {
 public:
     Registration() : library_(torch::Library::IMPL, "aten", nullopt, __FILE__, __LINE__),
@@ -293,6 +298,8 @@ public:
         }
         for (const char* name : {"_npu_dtype_cast", "npu_dtype_cast"})
             npu_library_.impl(name, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&cast>());
+        for (const char* name : kFused)
+            npu_library_.impl(name, DispatchKey::PrivateUse1, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
         if (std::getenv("SIM_ASCEND_LIST_OPERATORS") != nullptr) std::cerr << report_;
     }
 

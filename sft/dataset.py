@@ -121,8 +121,9 @@ class Dataset:
         if len(files) != 1:
             what = "no" if not files else f"{len(files)} files for its"
             raise UserError(f"{self.directory} has {what} {name} split; {self._remedy()}")
-        path, before = files[0], _identity(files[0])
+        path = files[0]
         try:
+            before = _identity(path)
             in_memory = path.stat().st_size <= MOST_BYTES_IN_MEMORY
             with pyarrow.OSFile(str(path)) if in_memory else pyarrow.memory_map(str(path)) as file:
                 table = pyarrow.ipc.open_stream(file).read_all()

@@ -158,3 +158,12 @@ def test_model_hash_sees_each_tensor(tmp_path):
         save_file({**tensors, **changes}, tmp_path / "model.safetensors")
         hashes.add(artifacts.model_sha256(str(tmp_path)))
     assert len(hashes) == 3
+
+
+@pytest.mark.parametrize(
+    "table", ["[" * 100_000, '{"a": 1}', '{"a": {"data_offsets": ["x"]}}', '{"a": {"data_offsets": [-9e9]}}']
+)
+def test_a_damaged_table_of_tensors_is_hashed_all_the_same(tmp_path, table):
+    """Loading says better what is wrong with it."""
+    (tmp_path / "model.safetensors").write_bytes(len(table).to_bytes(8, "little") + table.encode() + bytes(5000))
+    assert len(artifacts.model_sha256(str(tmp_path))) == 64

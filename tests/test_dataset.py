@@ -228,3 +228,11 @@ def test_data_prep_makes_again_what_was_changed(tmp_path, tiny_tokenizer_dir):
     assert refused.returncode == 2 and "--overwrite" in refused.stderr
     must(run_script(*command, "--overwrite"))
     assert np.all(np.asarray(Dataset(tmp_path / "data").train["length"]) > 0)
+
+
+def test_a_split_whose_file_is_a_dangling_link_is_named(copy):
+    path = arrow_file(copy, "eval")
+    path.unlink()
+    path.symlink_to("nothing-there")
+    with pytest.raises(UserError, match=r"eval/.*\.arrow is damaged"):
+        Dataset(copy)

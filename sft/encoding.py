@@ -49,10 +49,10 @@ class _Encoder:
                 "AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(DIR) and give DIR"
             )
         self.template = ChatTemplate(tokenizer)
-        aliases = {self.template.alias(name): token for name, (_, token) in self.template.special.items()}
+        aliases = {self.template.aliases[name]: token for name, (_, token) in self.template.special.items()}
         self.backend = _backend(tokenizer, tuple(aliases.items()))
         self.real = {
-            self.backend.token_to_id(self.template.alias(name)): i for name, (i, _) in self.template.special.items()
+            self.backend.token_to_id(self.template.aliases[name]): i for name, (i, _) in self.template.special.items()
         }
         self.break_id = self.backend.token_to_id(BREAK)
         self.first_alias = min(self.real, default=self.break_id)
@@ -175,7 +175,7 @@ def encode_dialogues(
         split: list[_Sequence] = []
         for sequence, ids in zip(waiting, encoder.encode(sequence.text for sequence in waiting)):
             ids, labels = _label(encoder, sequence, ids, split)
-            found.append(_fit(encoder.tokens(ids), labels, sequence, max_length, on_too_long))
+            found.append(_fit(ids, labels, sequence, max_length, on_too_long))
         waiting = split
     found.sort(key=lambda encoded: (encoded.row, encoded.turn))
     rows = [encoded.row for encoded in found]
@@ -261,7 +261,7 @@ def _find_turn(text: str, answer: Answer) -> _Turn | None:
 def _label(
     encoder: _Encoder, sequence: _Sequence, ids: list[int], split: list[_Sequence]
 ) -> tuple[list[int], list[int]]:
-    """The ids, which still hold aliases, and their labels.
+    """The tokenizer's ids for `ids`, which hold aliases, and their labels.
 
     Where an answer's first characters merge with the prompt's last ones ("\\n" and "\\n" are one token), the model is
     asked with the prompt's own tokens: the text is encoded again with a break between; that can hold for a sequence's
@@ -286,9 +286,11 @@ def _label(
             spans.append((cut, special[turn.end_special] + 1))
             kept.append(turn)
     sequence.turns = kept
+    for position in special:
+        ids[position] = encoder.real[ids[position]]
     labels = [IGNORED] * len(ids)
     for start, end in spans:
-        labels[start:end] = encoder.tokens(ids[start:end])
+        labels[start:end] = ids[start:end]
     return ids, labels
 
 

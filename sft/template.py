@@ -86,6 +86,7 @@ class ChatTemplate:
         }
         self.names = sorted(self.special, key=len, reverse=True)  # a pattern must try the longest first
         self.number = {name: number for number, name in enumerate(self.names)}
+        self.aliases = {name: f"\ufdd2{number}\ufdd3" for name, number in self.number.items()}
         self.pattern = re.compile("|".join(map(re.escape, self.names)) or "(?!)")
         self.ended = re.compile(rf"(?:\s|{self.pattern.pattern})+\Z")
         self.constants = {"documents": None, **tokenizer.special_tokens_map}
@@ -159,7 +160,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {words}") from None
         if len(text) > SIZE:
             raise ValueError(f"the chat template makes {len(text):,} characters of it; at most {SIZE:,} are taken")
-        return self.pattern.sub(lambda match: self.alias(match[0]), text)
+        return self.pattern.sub(lambda match: self.aliases[match[0]], text)
 
     def shape(self, message: dict) -> dict:
         """The message in the form that this template takes."""
@@ -180,16 +181,14 @@ class ChatTemplate:
             shaped["tool_calls"] = calls
         return shaped | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
 
-    def alias(self, name: str) -> str:
-        return f"\ufdd2{self.number[name]}\ufdd3"
-
     def as_typed(self, text: str) -> str:
         """The text with what a person typed as it was typed."""
-        return _TYPED.sub(lambda match: self.names[int(match[1])], text)
+        return _TYPED.sub(lambda match: self.names[int(match[1])], text) if "\ufdd0" in text else text
 
     def unmask(self, text: str) -> str:
         """The text with all special tokens by their names."""
-        return ALIAS.sub(lambda match: self.names[int(match[1])], self.as_typed(text))
+        text = ALIAS.sub(lambda match: self.names[int(match[1])], text) if "\ufdd2" in text else text
+        return self.as_typed(text)
 
     def protect(self, value):
         """The value (messages, tools, texts) with special tokens that a person typed as placeholders. Raises: ValueError."""
@@ -290,7 +289,7 @@ class ChatTemplate:
                 raise ValueError(
                     "the chat template ends no answer, and the tokenizer names no end of sequence (eos_token)"
                 )
-            said = said.rstrip() + self.alias(eos)
+            said = said.rstrip() + self.aliases[eos]
             ends = [*ALIAS.finditer(said)][-1:]
             notes.add(f"the chat template ends no answer: {eos} added after each")
         last = next((found for found in ends if self.names[int(found[1])] == eos), ends[-1])
@@ -309,8 +308,9 @@ class ChatTemplate:
 
     def refer(self, target: str, message: dict) -> str:
         """What the model should say after its thought, as text: the answer and the calls."""
-        said = self.unmask(target if message.get("tool_calls") else message["content"])
-        return self.split_thought(said)[1] if message.get("tool_calls") else said.strip()
+        if message.get("tool_calls"):
+            return self.split_thought(self.unmask(target))[1]
+        return self.as_typed(message["content"]).strip()
 
     def check_context(self, context: str, messages: list[dict]) -> None:
         """Raises: ValueError when the template leaves out what the answer depends on."""

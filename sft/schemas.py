@@ -52,6 +52,8 @@ CONFIG = {
 SUMMARY = {
     "adapter_sha256?": TEXT, "adapter_config_sha256?": TEXT, "trainable_parameters": COUNT, "total_parameters": COUNT, "peak_memory_bytes": [COUNT],
     "world_size": POSITIVE, "backend?": TEXT,
+    "first_loss?": NUMBER, "last_loss?": NUMBER, "first_eval_loss?": NUMBER, "eval_loss?": NUMBER, "train_time_s?": NUMBER,
+    "tokens_per_s?": NUMBER, "epochs?": NUMBER, "steps?": COUNT, "global_batch_size?": COUNT, "device?": TEXT,
 }  # fmt: skip
 ENVIRONMENT = {"device_name": TEXT}
 PROGRESS = {

@@ -22,25 +22,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from sft import (
-    artifacts,
-    checkpoint,
-    dataset,
-    evaluation,
-    hub,
-    markdown,
-    metrics,
-    modeling,
-    packing,
-    report,
-    run_directory,
-    weights,
-)
+from evaluation import answering, markdown, metrics, report
+from evaluation.report_directory import ReportDirectory
+from sft import artifacts, checkpoint, dataset, encoding, held_out, hub, modeling, packing, run_directory, weights
 from sft.batching import deal_by_tokens
 from sft.config import option, parse, require
 from sft.dataset import split_sha256
 from sft.errors import RunFailed, UserError
-from sft.report_directory import ReportDirectory
 from sft.tokenizer import load_tokenizer
 
 SIDES = ("base", "adapter")
@@ -110,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         "mixed_precision": accelerator.mixed_precision,
     }
     origins = {"base": origin, "adapter": origin | {"adapter_sha256": adapter_sha256}}
-    partial = evaluation.PartialResults(output.path, accelerator)
+    partial = answering.PartialResults(output.path, accelerator)
 
     nll = {}
     with accelerator.autocast():
@@ -133,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     times = {"losses_s": losses_done - started, "answers_s": time.perf_counter() - losses_done}
 
     def write_down() -> None:
-        signature = evaluation.decoding_signature(decoding, tokenizer, dtype)
+        signature = answering.decoding_signature(decoding, tokenizer, dtype)
         predictions = score(rows, nll, answers, settings.language)
         lines = report.split_sets(predictions, {name: len(other) for name, other in sets.items()})
         built = report.build_report(
@@ -239,7 +227,7 @@ def load_model(
     # Accelerate shards a model only together with an optimizer; this one is never asked to step.
     model, _ = accelerator.prepare(model, torch.optim.SGD(modeling.trainable_parameters(adapted).values(), lr=0.0))
     weights.fill_from_disk(model, model_name, accelerator.device)
-    evaluation.let_shards_answer(model)
+    answering.let_shards_answer(model)
     return model.eval()
 
 
@@ -282,7 +270,7 @@ def score_losses(side: str, model, rows, settings: EvalConfig, partial, origin: 
     if not all((key, row_id) in partial.found for row_id in rows["id"]):
         tokens = settings.batch_size * max(rows["length"])
         with accelerator.autocast(), progress_bar(accelerator, f"{side}: losses", len(rows)) as bar:
-            nll = evaluation.row_nll(model, rows, accelerator, tokens, bar)
+            nll = held_out.row_nll(model, rows, accelerator, tokens, bar)
         if accelerator.is_main_process:
             partial.add([{"key": key, "id": row_id, "nll": nats} for row_id, nats in zip(rows["id"], nll.tolist())])
         partial.share()
@@ -298,10 +286,10 @@ def score_losses(side: str, model, rows, settings: EvalConfig, partial, origin: 
 
 def choose_decoding(settings: EvalConfig, tokenizer, base, rows) -> dict:
     """What decides an answer beside the model: where it stops."""
-    longest = max(len(labels) - evaluation.prompt_length(labels) for labels in rows["labels"])
+    longest = max(len(labels) - answering.prompt_length(labels) for labels in rows["labels"])
     return {
         "max_new_tokens": settings.max_new_tokens or longest,
-        "stop_ids": evaluation.stop_token_ids(tokenizer, base.generation_config),
+        "stop_ids": encoding.stop_token_ids(tokenizer, base.generation_config),
     }
 
 
@@ -321,10 +309,10 @@ def answer_rows(
     with progress_bar(accelerator, f"{side}: answers", len(mine)) as bar:
         for start in range(0, max(map(len, shares)), size):  # as many batches on each rank, some of them empty
             batch = [rows[index] for index in mine[start : start + size]]
-            prompts = [row["input_ids"][: evaluation.prompt_length(row["labels"])] for row in batch]
+            prompts = [row["input_ids"][: answering.prompt_length(row["labels"])] for row in batch]
             with accelerator.autocast():
-                for index, tokens in evaluation.generate(model, prompts, **decoding, accelerator=accelerator):
-                    said = evaluation.read_answer(tokenizer, prompts[index], tokens, decoding["stop_ids"])
+                for index, tokens in answering.generate(model, prompts, **decoding, accelerator=accelerator):
+                    said = answering.read_answer(tokenizer, prompts[index], tokens, decoding["stop_ids"])
                     partial.add([{"key": key, "id": batch[index]["id"], **said}])
                     bar.update()
     partial.share()

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from sft import artifacts, checkpoint, config, evaluation, hub, modeling, run_directory, schemas, serving, weights
+from sft import artifacts, checkpoint, config, encoding, hub, modeling, run_directory, schemas, serving, weights
 from sft.batching import collate
 from sft.card import merged_card
 from sft.config import option, require
@@ -278,7 +278,7 @@ def write_rest(base_dir: Path, directory: Path, tokenizer, dtype: str) -> list[i
     path = base_dir / "generation_config.json"
     generation = artifacts.read_json(path, schemas.OBJECT) if path.is_file() else {"_from_model_config": True}
     known = SimpleNamespace(eos_token_id=generation.get("eos_token_id", settings.get("eos_token_id")))
-    generation["eos_token_id"] = evaluation.stop_token_ids(tokenizer, known)
+    generation["eos_token_id"] = encoding.stop_token_ids(tokenizer, known)
     artifacts.write_json(directory / "generation_config.json", generation)
     return generation["eos_token_id"]
 

@@ -22,15 +22,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from sft import batching, checkpoint, config, evaluation, fused, micro_batch, modeling, packing, results, speed
+from sft import batching, checkpoint, config, held_out, modeling, packing, speed
 from sft.config import TrainConfig
-from sft.failures import explained_memory, fail_on_non_finite
-from sft.inputs import read_inputs
 from sft.journal import check_trackers
-from sft.learner import build_learner
-from sft.optimizer import clip_grad_norm
 from sft.run_directory import RunDirectory, out_of_patience
-from sft.watchdog import Watchdog
+from training import fused, micro_batch, results
+from training.failures import explained_memory, fail_on_non_finite
+from training.inputs import read_inputs
+from training.learner import build_learner
+from training.optimizer import clip_grad_norm
+from training.watchdog import Watchdog
 
 
 def main() -> None:
@@ -250,7 +251,7 @@ class Run:
             return
         tokens = max(self.plan.micro_batch_tokens, self.plan.per_device_train_batch_size * max(rows["length"]))
         self.watchdog.reached(self.done, "evaluation")
-        nll = evaluation.row_nll(learner.model, rows, self.accelerator, tokens, progress=self.watchdog)
+        nll = held_out.row_nll(learner.model, rows, self.accelerator, tokens, progress=self.watchdog)
         target_tokens = sum(rows["target_tokens"])
         measured = {"step": self.done, "eval_loss": float(nll.sum() / target_tokens)}
         self.directory.journal.write({**measured, "eval_target_tokens": target_tokens})

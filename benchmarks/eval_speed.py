@@ -21,7 +21,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from accelerate.utils import gather_object  # noqa: E402
 
-from sft import artifacts, device, errors, evaluation, modeling  # noqa: E402
+from evaluation import answering  # noqa: E402
+from sft import artifacts, device, encoding, errors, modeling  # noqa: E402
 from sft.batching import deal_by_tokens  # noqa: E402
 from sft.config import option, parse  # noqa: E402
 from sft.encoding import encode_prompt  # noqa: E402
@@ -53,7 +54,7 @@ def main() -> None:
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
     model = modeling.add_lora(base, 8, 16, 0.0, modules, seed=0).to(accelerator.device).eval()
     base.set_attn_implementation(modeling.generation_attention())
-    stop_ids = evaluation.stop_token_ids(tokenizer, base.generation_config)
+    stop_ids = encoding.stop_token_ids(tokenizer, base.generation_config)
     prompts = read_prompts(settings, tokenizer)
     lengths = np.array([len(prompt) for prompt in prompts])
     share = deal_by_tokens(range(len(prompts)), lengths, accelerator.num_processes, len(prompts))
@@ -69,7 +70,7 @@ def main() -> None:
             answers += [
                 tokens
                 for _, tokens in sorted(
-                    evaluation.generate(modeling.TargetLoss(base), batch, settings.max_new_tokens, stop_ids)
+                    answering.generate(modeling.TargetLoss(base), batch, settings.max_new_tokens, stop_ids)
                 )
             ]
         return answers

@@ -325,3 +325,11 @@ def _last_target(labels: list[int]) -> int:
 
 def _count_answers(labels: list[int]) -> int:
     return sum(label != IGNORED and before == IGNORED for before, label in zip([IGNORED, *labels], labels))
+
+
+def stop_token_ids(tokenizer, generation_config) -> list[int]:
+    """Token ids that end an answer: those that the chat template puts after it, and every end of sequence that the
+    tokenizer and the model's generation_config know (models are trained to end with the one or with the other)."""
+    configured = generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({*end_token_ids(tokenizer), tokenizer.eos_token_id, *configured} - {None})

@@ -55,7 +55,7 @@ def _outcome(main: Callable[[], None], interrupted: str) -> int | str:
             time.sleep(5)  # rank 0 says the same; speak only if that has not ended the job by then
         print(f"error{f' on rank {rank}' if rank else ''}: {mask(str(error))}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:  # in training it is a request to stop, which sft/watchdog.py serves
+    except KeyboardInterrupt:  # in training it is a request to stop, which training/watchdog.py serves
         return interrupted
     except Exception:
         # Mostly the echo of another rank's end, a closed connection: that rank has the word, and the launcher ends

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from eval import EvalConfig, main, score_losses
-from sft import artifacts, device, evaluation, modeling
+from evaluation import answering
+from evaluation.metrics import evaluate_generations
+from evaluation.report import load_run
+from sft import artifacts, device, encoding, modeling
 from sft.artifacts import sha256_json
 from sft.dataset import split_sha256
 from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
 from sft.errors import RunFailed, UserError
-from sft.metrics import evaluate_generations
-from sft.report import load_run
 from sft.tokenizer import load_tokenizer
 from tests.conftest import ENVIRONMENT, ROOT, launch, must, run_script
 from tools import tiny
@@ -213,7 +214,7 @@ def test_untrained_adapter_is_told(run_copy, capsys):
 def test_generation_is_that_of_transformers_row_by_row(name, request):
     model = request.getfixturevalue(name)
     stop_ids = [2, 17, 200, 401, 402]  # random weights end at any of these sooner or later
-    batched = dict(evaluation.generate(modeling.TargetLoss(model), PROMPTS, 40, stop_ids))
+    batched = dict(answering.generate(modeling.TargetLoss(model), PROMPTS, 40, stop_ids))
     for index, prompt in enumerate(PROMPTS):
         input_ids = torch.tensor([prompt])
         expected = model.generate(
@@ -225,9 +226,9 @@ def test_generation_is_that_of_transformers_row_by_row(name, request):
 
 
 def test_rows_leave_the_batch_when_they_stop(tiny_model):
-    free = dict(evaluation.generate(modeling.TargetLoss(tiny_model), PROMPTS, 12, []))
+    free = dict(answering.generate(modeling.TargetLoss(tiny_model), PROMPTS, 12, []))
     stop = free[2][4]  # the third prompt's answer meets it at its fifth token at the latest
-    order, answers = zip(*evaluation.generate(modeling.TargetLoss(tiny_model), PROMPTS, 12, [stop]))
+    order, answers = zip(*answering.generate(modeling.TargetLoss(tiny_model), PROMPTS, 12, [stop]))
     for index, tokens in zip(order, answers):
         cut = free[index].index(stop) + 1 if stop in free[index] else 12
         assert tokens == free[index][:cut]  # those that stay go on as if nothing had happened
@@ -236,23 +237,23 @@ def test_rows_leave_the_batch_when_they_stop(tiny_model):
 
 
 def test_prompt_ends_where_the_last_answer_begins(tiny_tokenizer):
-    assert evaluation.prompt_length([-100, -100, 5, 6]) == 2
-    assert evaluation.prompt_length([-100, 7, 8, -100, -100, 5, 6, -100]) == 5
+    assert answering.prompt_length([-100, -100, 5, 6]) == 2
+    assert answering.prompt_length([-100, 7, 8, -100, -100, 5, 6, -100]) == 5
     asked = [
         {"role": "user", "content": "rank?"},
         {"role": "assistant", "content": "step"},
         {"role": "user", "content": "梯度?"},
     ]
     row = encode_dialogue(tiny_tokenizer, [*asked, {"role": "assistant", "content": "通信"}], 512)
-    assert row.input_ids[: evaluation.prompt_length(row.labels)] == encode_prompt(tiny_tokenizer, asked)
+    assert row.input_ids[: answering.prompt_length(row.labels)] == encode_prompt(tiny_tokenizer, asked)
 
 
 def test_answers_stop_at_the_templates_end_of_turn_and_every_known_eos(tiny_tokenizer, tiny_model):
     end_of_turn = tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")
     tiny_model.generation_config.eos_token_id = [0, end_of_turn]
-    assert evaluation.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [0, end_of_turn]
+    assert encoding.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [0, end_of_turn]
     tiny_model.generation_config.eos_token_id = None
-    assert evaluation.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [end_of_turn]
+    assert encoding.stop_token_ids(tiny_tokenizer, tiny_model.generation_config) == [end_of_turn]
 
 
 SWITCHED = (  # as Qwen3's: a thought stands in the last answer only, switched off by an empty one in the prompt
@@ -280,34 +281,34 @@ def test_a_perfect_answer_of_a_thinking_model_has_full_marks(template, thought, 
     answer = {"role": "assistant", "content": "通信 step", **({"reasoning_content": thought} if thought else {})}
     (row,) = encode_dialogues(tokenizer, [[{"role": "user", "content": "rank?"}, answer]], 512)
     assert row.reason == "" and row.mode == ("thinking" if thought else "plain")
-    length = evaluation.prompt_length(row.labels)
+    length = answering.prompt_length(row.labels)
     stop_ids = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     said = row.labels[length : row.labels.index(stop_ids[0], length) + 1]
-    read = evaluation.read_answer(tokenizer, row.input_ids[:length], said, stop_ids)
+    read = answering.read_answer(tokenizer, row.input_ids[:length], said, stop_ids)
     assert read == {"answer": "通信 step", "thought": thought, "stopped": True}
     scores, _ = evaluate_generations([read["answer"]], [row.reference])
     assert scores["exact_match"] == 1.0
     if thought:  # cut inside of the thought
         size = next(size for size in range(1, len(said)) if "rank 0" in tokenizer.decode(said[:size]))
-        cut = evaluation.read_answer(tokenizer, row.input_ids[:length], said[:size], stop_ids)
+        cut = answering.read_answer(tokenizer, row.input_ids[:length], said[:size], stop_ids)
         assert cut["answer"] == "" and not cut["stopped"] and cut["thought"].startswith("rank 0")
 
 
 def test_a_question_is_asked_in_the_mode_of_most_rows(tmp_path):
-    assert evaluation.trained_mode(tmp_path) == "off"
+    assert answering.trained_mode(tmp_path) == "off"
     for modes, mode in (({"plain": 3, "thinking": 2}, "off"), ({"plain": 2, "thinking": 3}, "on"), ({}, "off")):
         (tmp_path / "manifest.json").write_text(json.dumps({"modes": modes}))
-        assert evaluation.trained_mode(tmp_path) == mode
+        assert answering.trained_mode(tmp_path) == mode
 
 
 def test_partial_results_survive_a_cut_line_and_other_ranks_find_them(tmp_path):
     accelerator = Accelerator(cpu=True)
-    partial = evaluation.PartialResults(tmp_path, accelerator)
+    partial = answering.PartialResults(tmp_path, accelerator)
     partial.add([{"key": "k", "id": "a", "answer": "梯度"}])
     with open(tmp_path / ".partial-7.jsonl", "wb") as file:  # of an eighth rank that was killed while writing
         file.write('\n{"key": "k", "id": "b", "answer": "x"}\n{"key": "k", "id": "c", "answer": "梯'.encode()[:-1])
     partial.add([{"key": "k", "id": "d", "answer": "y"}])
-    found = evaluation.PartialResults(tmp_path, accelerator).found
+    found = answering.PartialResults(tmp_path, accelerator).found
     assert {key: record["answer"] for key, record in found.items()} == {
         ("k", "a"): "梯度",
         ("k", "b"): "x",
@@ -415,7 +416,7 @@ def test_wrong_use_is_refused_with_a_remedy(case, run_copy, dataset_dir, tmp_pat
 def test_losses_that_are_not_finite_are_no_verdict(tmp_path):
     """A NaN compares with nothing: taken for a difference, it would have been called better."""
     rows = datasets.Dataset.from_dict({"id": ["a", "b"], "length": [3, 3]})
-    partial = evaluation.PartialResults(tmp_path, Accelerator(cpu=True))
+    partial = answering.PartialResults(tmp_path, Accelerator(cpu=True))
     key = artifacts.sha256_json({"what": "loss"})
     partial.found = {(key, "a"): {"nll": 1.0}, (key, "b"): {"nll": float("nan")}}
     with pytest.raises(RunFailed, match="the adapter model's loss of row b is not finite, so nothing can be compared"):
@@ -448,7 +449,7 @@ def test_only_the_command_line_lets_a_models_code_run(run_copy, tiny_model_dir, 
     ):
         main(arguments)
     with pytest.raises(UserError, match="--trust_remote_code on the command line"):
-        evaluation.ask(run_copy, "rank?", max_new_tokens=1)
+        answering.ask(run_copy, "rank?", max_new_tokens=1)
     assert not ran.exists()
     main([*arguments, "--trust_remote_code"])
     assert ran.exists() and read_report(run_copy / "eval")["rows"] == 6
@@ -476,7 +477,7 @@ def test_partial_results_do_not_follow_a_link(tmp_path):
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / ".partial-0.jsonl").symlink_to(tmp_path / "victim")
     with pytest.raises(UserError, match=r"could not write .*\.partial-0\.jsonl: Too many levels of symbolic links"):
-        evaluation.PartialResults(tmp_path / "eval", Accelerator(cpu=True)).add([{"key": "k", "id": "a"}])
+        answering.PartialResults(tmp_path / "eval", Accelerator(cpu=True)).add([{"key": "k", "id": "a"}])
     assert (tmp_path / "victim").read_text() == "mine"
 
 

@@ -15,10 +15,10 @@ import pytest
 from sft import artifacts, batching, checkpoint, device, run_directory
 from sft.dataset import Dataset
 from sft.journal import read_metrics
-from sft.watchdog import name_missing
 from tests.conftest import ROOT, launch, must
 from tests.test_checkpoint import adapter, numbers
 from tools.torture import torture
+from training.watchdog import name_missing
 
 
 def wait_until(condition, start=None, timeout_s: float = 120.0) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from sft import attention, fused, modeling
+from sft import attention, modeling
+from training import fused
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
-from sft.errors import UserError
-from sft.metrics import (
+from evaluation.metrics import (
     BETTER,
     compare,
     evaluate_generations,
@@ -28,6 +27,7 @@ from sft.metrics import (
     signature_of,
     split_words,
 )
+from sft.errors import UserError
 
 ENGLISH = [
     ("HCCL carries the gradients between the cards.", "HCCL is the library that carries gradients between NPUs."),
@@ -417,7 +417,7 @@ def test_metric_module_loads_from_disk_and_gives_the_same_scores():
 
 def test_chinese_scores_print_nothing_and_do_not_import_torch():
     code = (
-        "import sys; from sft.metrics import score_row; score_row('梯度同步', '梯度'); "
+        "import sys; from evaluation.metrics import score_row; score_row('梯度同步', '梯度'); "
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, timeout=60)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from sft.optimizer import MOMENTS, FlatAdamW
+from training.optimizer import MOMENTS, FlatAdamW
 
 
 def make_parameters() -> list[torch.nn.Parameter]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sft.errors import RunFailed
-from sft.failures import explained_memory, remedies
 from tests.conftest import adapter, losses
+from training.failures import explained_memory, remedies
 
 
 @pytest.mark.parametrize("half", ["fp16", "fp8"])

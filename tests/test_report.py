@@ -13,19 +13,19 @@ import pytest
 from markdown_it import MarkdownIt
 from matplotlib.image import imread
 
-from sft.artifacts import write_json
-from sft.errors import UserError
-from sft.markdown import render_report, render_table, render_words
-from sft.metrics import evaluate_generations, evaluate_losses
-from sft.phrases import METRICS, PHRASES
-from sft.plots import plot_loss
-from sft.report import (
+from evaluation.markdown import render_report, render_table, render_words
+from evaluation.metrics import evaluate_generations, evaluate_losses
+from evaluation.phrases import METRICS, PHRASES
+from evaluation.report import (
     build_report,
     compare_runs,
     join_predictions,
     load_run,
     write_report,
 )
+from sft.artifacts import write_json
+from sft.errors import UserError
+from sft.loss_plot import plot_loss
 
 CONFIG = {
     "model_name_or_path": "models/SmolLM2-135M-Instruct",

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from sft.report import build_report
-from sft.webpage import interval_bar, render_page
+from evaluation.report import build_report
+from evaluation.webpage import interval_bar, render_page
 from tests.browser import Browser
 from tests.test_report import EVIL, MANIFEST, hostile_report, make_metrics, make_predictions, run, run_dir  # noqa: F401
 

@@ -130,7 +130,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("for answer in reversed(answers):", "for answer in answers:"),
         ('if "".join(back.split()) != "".join(PROBE.split()):', "if False:"),
     ],
-    ("sft/evaluation.py", "tests/test_eval.py"): [
+    ("evaluation/answering.py", "tests/test_eval.py"): [
         ("sums[row] = nll[torch.from_numpy(owner == position)].double().sum()", "sums[row] = nll[torch.from_numpy(owner == 0)].double().sum()"),
         ('reduction="sum")\n    return total', 'reduction="mean")\n    return total'),
         ("if batches and tokens + lengths[row] <= tokens_per_batch:", "if batches:"),
@@ -160,7 +160,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("        read_adapter(checkpoint.path", "        False and read_adapter(checkpoint.path"),
         ('if best["step"] == checkpoint.step else BEST', 'if best["step"] == checkpoint.step else ADAPTER'),
     ],
-    ("sft/metrics.py", "tests/test_metrics.py"): [
+    ("evaluation/metrics.py", "tests/test_metrics.py"): [
         ("2 * common / (len(predicted) + len(expected)) if common else 0.0\n\n\ndef rouge_l", "common / len(predicted) if common else 0.0\n\n\ndef rouge_l"),
         ("len(left) - unmatched.bit_count()", "unmatched.bit_count()"),
         ("cjk >= 0.2 * (cjk + others)", "cjk >= 0.9 * (cjk + others)"),
@@ -189,7 +189,7 @@ MUTATIONS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if count != self.manifest[what][name]:", "if False:"),
         ('values.update("".join(column.to_pylist()).encode())', "pass"),
     ],
-    ("sft/failures.py", "tests/test_precision.py"): [
+    ("training/failures.py", "tests/test_precision.py"): [
         ("if not settings.max_grad_norm:", "if False:"),
         ('elif base_dtype != "float32" or mixed_precision != "no":', 'elif base_dtype != "float32":'),
     ],

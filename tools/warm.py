@@ -238,7 +238,7 @@ def launch(script: str, argv: list[str], processes: int) -> None:
 def serve(script: str) -> None:
     """Forks for each request on stdin; reports starts and ends on stdout, one JSON object per line."""
     runpy.run_path(script, run_name="warm")  # its imports, without its main
-    for name in ("datasets", "matplotlib.backends.backend_agg", "torch.distributed.launcher.api", "sft.report"):
+    for name in ("datasets", "matplotlib.backends.backend_agg", "torch.distributed.launcher.api", "evaluation.report"):
         importlib.import_module(name)  # what functions import later
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -4,7 +4,7 @@
 import datasets
 import evaluate
 
-from sft.metrics import evaluate_generations
+from evaluation.metrics import evaluate_generations
 
 _DESCRIPTION = """\
 Scores generated answers: exact_match, token_f1, rougeL (0 to 1), bleu, chrf (0 to 100), and the health of generation.
@@ -18,7 +18,7 @@ Args:
     stopped: optional, per row: did generation end by itself (true) or at the token limit (false)?
     nll, target_tokens: optional, per row: the reference's summed negative log-likelihood and its number of tokens.
     language: "auto" (per row, by the script of the reference), "en" or "zh".
-    with_rows: true adds "rows", the scores of each row, as `sft.metrics.compare` takes them.
+    with_rows: true adds "rows", the scores of each row, as `evaluation.metrics.compare` takes them.
 Returns:
     a dict of floats: exact_match, token_f1, rougeL, bleu, chrf, empty_rate, repetition, mean_length; with `stopped`
     also stop_rate and truncated_rate; with `nll` also loss and perplexity.
@@ -30,7 +30,7 @@ Examples:
 
 
 class QaGeneration(evaluate.Metric):
-    """The wrapper that `evaluate` wants; the metrics themselves are in `sft.metrics`."""
+    """The wrapper that `evaluate` wants; the metrics themselves are in `evaluation.metrics`."""
 
     def _info(self):
         return evaluate.MetricInfo(

@@ -1,4 +1,4 @@
-"""Scoring rows with a model: the loss of each row and the answer to it, sharded over ranks, the same for any sharding."""
+"""Answers of a model to the held-out questions, dealt to the ranks, the same for any number of them."""
 
 import inspect
 import json
@@ -6,75 +6,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import gather_object
 
 from sft import modeling, schemas
 from sft.artifacts import explained_writing, read_json, read_json_lines
-from sft.batching import collate, deal_by_tokens
 from sft.device import is_sharded
-from sft.encoding import IGNORED, encode_prompt, end_token_ids, split_thought
+from sft.encoding import IGNORED, encode_prompt, split_thought, stop_token_ids
 from sft.template import OPENED as OPENED_THOUGHT
 from sft.tokenizer import load_tokenizer
-
-
-def row_nll(model: torch.nn.Module, dataset, accelerator, tokens_per_batch: int, progress=None) -> np.ndarray:
-    """Σ nats over the target tokens of each row, (rows,) float64, equal on all ranks and for any number of them.
-
-    model: a `TargetLoss`, prepared or not. Rows are dealt to ranks and packed up to tokens_per_batch tokens (a longer
-    row goes alone). `progress`, if any, is a bar over the rows of all ranks. Each rank fills its rows of a vector of zeros and one all-reduce adds them: no row is counted
-    twice, no order is lost, and float32 sums with zeros are exact.
-    """
-    lengths = np.asarray(dataset["length"], dtype=np.int64)
-    ranks = accelerator.num_processes
-    share = deal_by_tokens(range(len(lengths)), lengths, ranks, len(lengths))
-    batches = [pack(rows, lengths, tokens_per_batch) for rows in share]
-    mine = batches[accelerator.process_index]
-    sums = torch.zeros(len(lengths), dtype=torch.float32)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        for index in range(max(len(rank_batches) for rank_batches in batches)):  # as many forwards on each rank
-            rows = mine[index] if index < len(mine) else []
-            batch = send_to_device(collate([dataset[row] for row in rows]), accelerator.device)
-            nll = model(**batch).float().cpu()
-            owner = np.repeat(np.arange(len(rows)), [int(dataset[row]["target_tokens"]) for row in rows])
-            for position, row in enumerate(rows):
-                sums[row] = nll[torch.from_numpy(owner == position)].double().sum()
-            if progress is not None:
-                progress.update(sum(len(done) for rank_batches in batches for done in rank_batches[index : index + 1]))
-    model.train(was_training)
-    total = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
-    return total.cpu().double().numpy()
-
-
-def pack(rows: list[int], lengths: np.ndarray, tokens_per_batch: int) -> list[list[int]]:
-    """Rows cut into lists of at most tokens_per_batch tokens, in their order; a longer row stands alone."""
-    batches: list[list[int]] = []
-    tokens = 0
-    for row in rows:
-        if batches and tokens + lengths[row] <= tokens_per_batch:
-            batches[-1].append(row)
-            tokens += lengths[row]
-        else:
-            batches.append([row])
-            tokens = lengths[row]
-    return batches
 
 
 def prompt_length(labels: list[int]) -> int:
     """How many tokens of a row precede its last answer; the model is asked with these and answers from there."""
     last = max(position for position, label in enumerate(labels) if label != IGNORED)
     return next((position + 1 for position in range(last, -1, -1) if labels[position] == IGNORED), 0)
-
-
-def stop_token_ids(tokenizer, generation_config) -> list[int]:
-    """Token ids that end an answer: those that the chat template puts after it, and every end of sequence that the
-    tokenizer and the model's generation_config know (models are trained to end with the one or with the other)."""
-    configured = generation_config.eos_token_id
-    configured = configured if isinstance(configured, list) else [configured]
-    return sorted({*end_token_ids(tokenizer), tokenizer.eos_token_id, *configured} - {None})
 
 
 def decoding_signature(decoding: dict, tokenizer, dtype) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from sft.findings import comparison, facts, metric_meanings, notices, sentences, speaker
+from evaluation.findings import comparison, facts, metric_meanings, notices, sentences, speaker
 from sft.terminal import visible
 
 COLUMNS = ("metric", "base", "adapter", "difference", "interval", "verdict")

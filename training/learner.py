@@ -8,8 +8,8 @@ from sft import checkpoint, device, modeling, weights
 from sft.config import TrainConfig
 from sft.dropout import DropoutRows, own_dropout
 from sft.errors import UserError
-from sft.inputs import Inputs
-from sft.optimizer import make_optimizer
+from training.inputs import Inputs
+from training.optimizer import make_optimizer
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from sft.metrics import BETTER, FEWEST_ROWS
-from sft.phrases import LANGUAGES, METRICS, PHRASES, format_value
+from evaluation.metrics import BETTER, FEWEST_ROWS
+from evaluation.phrases import LANGUAGES, METRICS, PHRASES, format_value
 
 SAID = {  # verdict → the sentence that names the metrics with it
     "better": "said_better",

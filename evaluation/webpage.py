@@ -15,9 +15,10 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from sft.findings import comparison, facts, metric_meanings, notices, sentences
-from sft.phrases import LANGUAGES, PHRASES
-from sft.plots import draw_length_loss, draw_loss
+from evaluation.findings import comparison, facts, metric_meanings, notices, sentences
+from evaluation.phrases import LANGUAGES, PHRASES
+from evaluation.plots import draw_length_loss
+from sft.loss_plot import draw_loss
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 PLOT_INCHES = (6, 3.9)  # small, so that its letters can be read on a phone too

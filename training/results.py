@@ -14,7 +14,7 @@ def write(run, peaks: list[int], held: list[int]) -> None:
 
     peaks, held: bytes of memory and numbers of parameters, per rank.
     """
-    from sft.plots import plot_loss  # matplotlib is slow to import, and one process needs it
+    from sft.loss_plot import plot_loss  # matplotlib is slow to import, and one process needs it
 
     run_dir = run.directory.path
     best = delivers_best(run)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from sft import report
+from evaluation import report
 from sft.artifacts import explained_writing, refuse_links
 from sft.errors import UserError
 

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evaluation.markdown import render_report
+from evaluation.metrics import FEWEST_ROWS, RESAMPLES, aggregate, compare, judge, rows_needed, signature_of
+from evaluation.plots import draw_differences, draw_length_loss
+from evaluation.webpage import render_page
 from sft import schemas
 from sft.artifacts import read_json, write_json, write_text
 from sft.errors import UserError
 from sft.journal import read_metrics
-from sft.markdown import render_report
-from sft.metrics import FEWEST_ROWS, RESAMPLES, aggregate, compare, judge, rows_needed, signature_of
-from sft.plots import draw_differences, draw_length_loss, draw_loss
-from sft.webpage import render_page
+from sft.loss_plot import draw_loss
 
 REPORTS = {"en": "report.md", "zh-CN": "report.zh-CN.md"}
 TEXTS = ("id", "question", "reference", "base", "adapter")  # of a row of predictions.jsonl
@@ -80,9 +81,9 @@ def join_predictions(
 ) -> list[dict]:
     """Returns the lines of predictions.jsonl: id, question, reference, length, target_tokens, and for base and adapter
     the answer (None without generation) under `base` and `adapter`, then `…_nll`, `…_stopped`, and all of
-    `sft.metrics.score_row` under `…_scores`, as `sft.metrics.compare` takes them.
+    `evaluation.metrics.score_row` under `…_scores`, as `evaluation.metrics.compare` takes them.
 
-    rows: held-out rows with those first five columns. base_rows, adapter_rows: what `sft.metrics.evaluate_generations`
+    rows: held-out rows with those first five columns. base_rows, adapter_rows: what `evaluation.metrics.evaluate_generations`
     or `evaluate_losses` gives for each row.
     """
     predictions = []

@@ -125,9 +125,14 @@ def read_plan(settings: TrainConfig, launch: dict, max_length: int | None) -> tu
         tokens=tokens, target_tokens=max(1, int(tokens * share)), dtype=getattr(torch, dtype),
         autocast=precision in ("bf16", "fp16"), checkpointing=settings.gradient_checkpointing or bool(sharded and recomputes),
         chunk_tokens=settings.loss_chunk_tokens, lora_r=settings.lora_r, target_modules=tuple(settings.target_modules),
-        shards=shards,
+        shards=shards, fused=on_npu(launch) and settings.fused == "auto",
     )  # fmt: skip
     return plan, assumptions
+
+
+def on_npu(launch: dict) -> bool:
+    """Whether a launch config is for Ascend cards; one for FSDP that does not ask for CPUs is taken to be."""
+    return not launch.get("use_cpu") and launch.get("distributed_type", "MULTI_NPU") in ("MULTI_NPU", "FSDP")
 
 
 def estimate_run(

@@ -10,6 +10,10 @@ from sft import modeling
 # the context with its operator binaries, allocator fragments and workspaces, taken as 1 GiB (an assumption).
 OUTSIDE_TORCH_BYTES = 2 * 200 * (1 << 20) + (1 << 30)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs call their number
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer of Llama's shape
+SOURCES = {  # those that have their input in common
+    "q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"
+}  # fmt: skip
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")  # and the MLP that every token goes through
 
 
@@ -26,6 +30,7 @@ class Plan:
     lora_r: int
     target_modules: tuple[str, ...]
     shards: int = 1  # ranks that FSDP divides over; 1: DDP or a single card
+    fused: bool = False  # computed by the operators of an Ascend card (sft/fused.py)
 
 
 def active_width(config) -> tuple[int, int]:
@@ -45,33 +50,49 @@ def kept_bytes_per_token(config, plan: Plan, normed_heads: bool = False) -> int:
     Frozen linear layers keep nothing (their input is only needed for the gradient of the weight). RMSNorm keeps its
     input in fp32; attention q, k, v (k and v repeated to all heads) and its output; SwiGLU gate, up and silu(gate);
     each LoRA its input. A mixture of experts keeps that of the experts that a token goes through, and their outputs.
-    normed_heads: queries and keys go through a norm of their own, which keeps both in fp32. Counting rules: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    Transformer Models", section 4, applied to a frozen base.
+    normed_heads: queries and keys go through a norm of their own, which keeps both in fp32. Counting rules: Korthikanti
+    et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, applied to a frozen base.
     """
     hidden, (inner, experts), heads = config.hidden_size, active_width(config), config.num_attention_heads
     query = heads * (getattr(config, "head_dim", None) or hidden // heads)
-    size = plan.dtype.itemsize
+    keys = query // heads * (getattr(config, "num_key_value_heads", None) or heads)
+    size, targets = plan.dtype.itemsize, adapted(plan, experts)
+    products = 4 * plan.lora_r * len(targets) + size * experts * hidden
+    if plan.fused:
+        return products + fused_bytes_per_token(
+            plan, targets, (hidden, inner, query, keys, heads), experts, normed_heads
+        )
     inputs = {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden, "o_proj": query, "gate_proj": hidden,
               "up_proj": hidden, "down_proj": inner}  # fmt: skip
-    targets = [name for name in plan.target_modules if name in inputs]
-    if plan.target_modules == (modeling.ALL_LINEAR,):
-        targets = list(inputs)[:4] if experts else list(inputs)  # experts are tensors, no linear layers
     if size == 4 and not plan.autocast:  # no cast, no copy: layers with the same input keep it once
-        sources = {
-            "q_proj": "attention",
-            "k_proj": "attention",
-            "v_proj": "attention",
-            "gate_proj": "mlp",
-            "up_proj": "mlp",
-        }
-        lora = sum(4 * width for width in {sources.get(name, name): inputs[name] for name in targets}.values())
+        lora = sum(4 * width for width in {SOURCES.get(name, name): inputs[name] for name in targets}.values())
     else:
         lora = sum((2 if plan.autocast else 4) * inputs[name] for name in targets)
-    norms = 2 * 4 * hidden
+    norms = 2 * 4 * hidden + (4 * (query + keys) if normed_heads else 0)
     attention = 4 * size * query + 4 * heads
-    if normed_heads:
-        attention += 4 * (query + query // heads * (getattr(config, "num_key_value_heads", None) or heads))
-    return norms + attention + 3 * size * inner + size * experts * hidden + lora + 4 * plan.lora_r * len(targets)
+    return products + norms + attention + 3 * size * inner + lora
+
+
+def adapted(plan: Plan, experts: int) -> list[str]:
+    """Names of a layer's linear layers that carry the adapter."""
+    if plan.target_modules == (modeling.ALL_LINEAR,):
+        return list(LINEARS)[:4] if experts else list(LINEARS)  # experts are tensors, no linear layers
+    return [name for name in plan.target_modules if name in LINEARS]
+
+
+def fused_bytes_per_token(plan: Plan, targets: list[str], shape: tuple, experts: int, normed_heads: bool) -> int:
+    """The same for a layer as an Ascend card computes it, without what LoRA's own products keep.
+
+    RMSNorm keeps its input as it is and a root; rotary angles query and key before, attention both after, the value, its
+    output, and 2 × 8 fp32 statistics per head; SwiGLU gate and up in one tensor. Layers with the same input keep it
+    once, the attention's output serves o_proj (op-plugin's derivatives, seen by torch's saved_tensors_hooks).
+    """
+    size, (hidden, inner, query, keys, heads) = plan.dtype.itemsize, shape
+    norms = 2 * (size * hidden + 4) + (size * (query + keys) if normed_heads else 0)
+    attention = size * (3 * query + 3 * keys) + 64 * heads
+    widths = {"attention": hidden, "mlp": hidden, "down_proj": inner}  # o_proj's input is kept in any case
+    lora = size * sum(widths[source] for source in {SOURCES.get(name, name) for name in targets} if source in widths)
+    return norms + attention + (3 if experts else 2) * size * inner + lora
 
 
 def activation_bytes(config, plan: Plan, normed_heads: bool = False) -> tuple[int, int]:
@@ -83,7 +104,8 @@ def activation_bytes(config, plan: Plan, normed_heads: bool = False) -> tuple[in
     size, layers = plan.dtype.itemsize, config.num_hidden_layers
     layer = kept_bytes_per_token(config, plan, normed_heads) * plan.tokens
     kept = layers * size * config.hidden_size * plan.tokens if plan.checkpointing else layers * layer
-    in_layer = 4 * size * active_width(config)[0] * plan.tokens + (layer if plan.checkpointing else 0)
+    gradients = 3 if plan.fused else 4  # of the MLP's inner width
+    in_layer = gradients * size * active_width(config)[0] * plan.tokens + (layer if plan.checkpointing else 0)
     return kept + 4 * config.hidden_size * plan.tokens, max(logits_bytes(config, plan), in_layer)
 
 

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from doctor import memory
+from sft.memory import Plan
 from tests.conftest import ROOT, must, once, run_script
 
 pytestmark = pytest.mark.npu
@@ -89,3 +92,39 @@ def test_a_step_of_7b_is_28_layers_of_fused_operators(steps_of_7b):
     assert {name: launches[name] for name in once_a_layer} == dict.fromkeys(once_a_layer, 28)
     assert launches["aclnnRmsNorm"] == 57
     assert launches["aclnnRotaryPositionEmbeddingV2"] == 56  # query and key
+
+
+# ---- the estimate -----------------------------------------------------------------------------------------------------
+
+QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SIZES = [
+    {"model": f"Qwen/Qwen2.5-{size}-Instruct", "rows": rows, "checkpointing": checkpointing}
+    for size in ("7B", "14B")
+    for rows in ([95], [512], [512] * 4)
+    for checkpointing in (False, True)
+]
+
+
+def measured_steps(folder: Path, cases: list[dict], environment: dict) -> list[dict]:
+    """What the last of three steps of each case asked of the card (tests/trace_cann/programs/step_memory.py)."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    program = ROOT / "tests" / "trace_cann" / "programs" / "step_memory.py"
+    must(run_script(program, folder / "cases.json", folder / "steps.json", env=environment, timeout=900))
+    return json.loads((folder / "steps.json").read_text())
+
+
+def estimated_bytes(case: dict) -> int:
+    tokens = sum(case["rows"])
+    targets = tuple(case.get("target_modules", QKVO))
+    plan = Plan(tokens, tokens // 2, torch.bfloat16, True, case["checkpointing"], 1024, 8, targets, fused=True)
+    config = memory.read_model_config(case["model"])
+    config.num_hidden_layers = case.get("layers") or config.num_hidden_layers
+    return sum(memory.estimate(config, plan).values())
+
+
+@pytest.mark.slow  # two minutes: 7B and 14B whole
+def test_the_estimate_is_within_3_percent_of_the_allocators_peak(tmp_path, trace_environment):
+    steps = measured_steps(tmp_path, SIZES, trace_environment)
+    assert len(steps) == 12
+    for case, step in zip(SIZES, steps):
+        assert estimated_bytes(case) == pytest.approx(step["peak_bytes"], rel=0.03), case

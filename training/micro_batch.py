@@ -58,6 +58,7 @@ def tokens_that_fit(model: torch.nn.Module, settings, accelerator) -> int:
             tokens=tokens, target_tokens=tokens, dtype=frozen.dtype, autocast=accelerator.mixed_precision != "no",
             checkpointing=settings.gradient_checkpointing, chunk_tokens=settings.loss_chunk_tokens if bounded else 0,
             lora_r=settings.lora_r, target_modules=tuple(settings.target_modules),
+            fused=settings.fused == "auto" and device.has_fused_operators(accelerator.device),
         )  # fmt: skip
         return sum(activation_bytes(config, plan))
 

@@ -130,8 +130,8 @@ def fill_from_disk(model: torch.nn.Module, name_or_path: str, device: torch.devi
         return
     directory = weights_directory(name_or_path)
     files = places(directory)
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(model.causal.config, attn_implementation="eager")
+    with torch.device("meta"):  # of a copy: from_config writes the attention into the configuration that it is given
+        plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.causal.config), attn_implementation="eager")
     known = sources(plain, files)
     loaded, missing = {}, []
     for parameter, names in wanted.items():

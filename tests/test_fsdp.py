@@ -88,6 +88,21 @@ def test_two_sharded_ranks_give_the_numbers_of_one_process(whole, sharded):
     assert held_out(sharded) == pytest.approx(held_out(whole), rel=1e-5) and len(held_out(whole)) == 2
 
 
+@pytest.mark.parametrize(
+    ("config", "is_sharded"),
+    [("cpu_1", False), ("cpu_2", False), pytest.param("cpu_2_fsdp", True, marks=shards_on_cpu)],
+)
+def test_the_configured_attention_is_in_force_in_every_layer(config, is_sharded, tmp_path, tiny_model_dir, dataset_dir):
+    """Reading the shards once left plain eager attention behind, which trains the same and never meets a fused operator."""
+    settings = ["--model_name_or_path", tiny_model_dir, "--dataset_dir", dataset_dir, "--output_dir", tmp_path / "run"]
+    program, output = "tests/programs/attention_in_force.py", tmp_path / "found.json"
+    must(launch(config, program, output, *settings, env={"PYTHONPATH": str(ROOT)}))
+    for rank in json.loads(output.read_text()):
+        assert rank["sharded"] == is_sharded
+        assert rank["built"] == rank["asked"] == ["packed_sdpa"] * 3  # the model and its two layers
+        assert rank["said"].startswith("attention: one call for all rows in 2 layers")
+
+
 @shards_on_cpu
 def test_a_sharded_run_saves_every_adapter_tensor(sharded):
     """PEFT's own saving writes none of them under activation checkpointing (peft 0.21.2)."""

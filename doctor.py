@@ -42,7 +42,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the answer as one JSON object")
     parser.add_argument("--explain", metavar="LOGFILE", help="name known failures in a log; - reads standard input")
-    parser.add_argument("--estimate", action="store_true", help="memory per card, from the model's config alone")
+    parser.add_argument(
+        "--estimate", action="store_true", help="memory per card and time, from the model's config alone"
+    )
     parser.add_argument("--collectives", action="store_true", help="test communication; under accelerate launch")
     parser.add_argument("--report", metavar="FILE.md", help="write everything as one markdown file without secrets")
     parser.add_argument("--config", metavar="FILE.yaml", help="training config, as for train.py")

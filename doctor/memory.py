@@ -4,21 +4,36 @@ The model is built on the meta device, which gives exact weight counts; activati
 autograd keeps for backward in the training step of this project (packed rows, fused attention, frozen base, LoRA).
 """
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from doctor import duration
 from doctor.machine import GIB, knowledge
 from sft import modeling, schemas
 from sft.artifacts import read_json
+from sft.batching import resolve_batch_size
 from sft.config import TrainConfig, parse, read_yaml
 from sft.errors import UserError
-from sft.memory import OUTSIDE_TORCH_BYTES, Plan, activation_bytes, logits_bytes
+from sft.memory import (
+    OUTSIDE_TORCH_BYTES,
+    Plan,
+    activation_bytes,
+    active_width,
+    adapted,
+    logits_bytes,
+    tokens_that_fit,
+)
+
+CARD, CARD_GIB = "Ascend910B3", 60.9  # that times are estimated for, and what torch may use of it (data/versions.json)
 
 SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ASSUMED_TARGET_SHARE = 0.5  # of the tokens that are in the loss, where no data set says it
+ASSUMED_LENGTH = 512  # tokens of a row
+HELD = ("base weights", "adapter (fp32)", "gradients (fp32)", "Adam (2 × fp32)")  # parts that no tokens take
 
 
 def read_model_config(name: str):
@@ -106,7 +121,7 @@ def read_plan(settings: TrainConfig, launch: dict, max_length: int | None) -> tu
         max_length = max_length or facts["max_length"]
         share = facts["target_tokens"]["train"] / max(facts["tokens"]["train"], 1)
     else:
-        max_length = max_length or 512
+        max_length = max_length or ASSUMED_LENGTH
         assumptions.append(
             f"no data set at {settings.dataset_dir}: rows of {max_length} tokens, {share:.0%} of them targets"
         )
@@ -135,6 +150,60 @@ def on_npu(launch: dict) -> bool:
     return not launch.get("use_cpu") and launch.get("distributed_type", "MULTI_NPU") in ("MULTI_NPU", "FSDP")
 
 
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of an optimizer step, as train.py lays it out on Ascend cards."""
+
+    tokens: int
+    forwards: int
+    longest: int  # tokens of a row, at most
+    largest: int  # tokens of a micro-batch, the longest row at least
+    steps_per_epoch: int | None  # where the data set is there
+
+
+def read_share(config, plan: Plan, settings: TrainConfig, launch: dict, max_length: int | None, held: int) -> Share:
+    """What a card computes in a step on average: rows share a forward as far as a card of CARD_GIB has room.
+
+    plan: of a single per-device batch. held: bytes of weights and optimizer on a card.
+    """
+    processes = launch.get("num_processes", 1)
+    _, global_batch = resolve_batch_size(
+        settings.per_device_train_batch_size,
+        settings.gradient_accumulation_steps,
+        settings.global_batch_size,
+        processes,
+    )
+    manifest = Path(settings.dataset_dir) / "manifest.json"
+    facts = read_json(manifest, schemas.LENGTHS) if manifest.is_file() else {}
+    rows = facts.get("rows_written", {}).get("train")
+    longest = max_length or facts.get("max_length", ASSUMED_LENGTH)
+    row_tokens = min(facts["tokens"]["train"] / rows if rows else longest, longest)
+    tokens = round(global_batch / processes * row_tokens)
+    limit = settings.micro_batch_tokens or tokens_that_fit(config, plan, int(CARD_GIB * GIB), held)
+    limit = plan.tokens if settings.auto_micro_batch else max(limit, longest)
+    return Share(
+        tokens=tokens, forwards=math.ceil(tokens / limit), longest=longest, largest=max(min(tokens, limit), longest),
+        steps_per_epoch=math.ceil(rows / global_batch) if rows else None,
+    )  # fmt: skip
+
+
+def with_tokens(plan: Plan, tokens: int) -> Plan:
+    """The plan for another micro-batch, with the same part of it in the loss."""
+    return replace(plan, tokens=tokens, target_tokens=max(1, plan.target_tokens * tokens // plan.tokens))
+
+
+def read_work(config, plan: Plan, share: Share, processes: int, parts: dict) -> duration.Work:
+    """What the time of a step is estimated from. parts: `estimate` of the run without shards."""
+    text, size = modeling.text_config(config), plan.dtype.itemsize
+    table = 0 if config.tie_word_embeddings else text.vocab_size * text.hidden_size  # looked up, not multiplied
+    weights = parts["base weights"] // size - table
+    return duration.Work(
+        forwards=share.forwards, tokens=share.tokens, layers=text.num_hidden_layers,
+        adapted_linears=text.num_hidden_layers * len(adapted(plan, experts=0)), weights=weights, weight_bytes=size * weights,
+        adapter_bytes=parts["gradients (fp32)"], recompute=plan.checkpointing, world_size=processes, shards=plan.shards,
+    )  # fmt: skip
+
+
 def estimate_run(
     train_config: str | None, accelerate_config: str | None, model: str | None, max_length: int | None
 ) -> dict:
@@ -149,14 +218,24 @@ def estimate_run(
         raise UserError(f"{accelerate_config}: num_processes is {processes}; expected a number from 1 on")
     plan, assumptions = read_plan(settings, launch, max_length)
     config = read_model_config(settings.model_name_or_path)
-    parts = estimate(config, plan)
+    parts, share = estimate(config, plan), None
+    if plan.fused:
+        held = sum(parts[name] for name in HELD)
+        share = read_share(modeling.text_config(config), plan, settings, launch, max_length, held)
+        if share.largest != plan.tokens:
+            plan = with_tokens(plan, share.largest)
+            parts = estimate(config, plan)
+            assumptions.append(f"{share.tokens} tokens of a card in a step, which share forwards as on a 64 GB card")
     total = sum(parts.values())
-    alternatives = {}
-    for label, other in {
+    choices = {
         "as configured": plan,
         "with gradient_checkpointing": replace(plan, checkpointing=True),
         "and FSDP over 8 cards": replace(plan, checkpointing=True, shards=8),
-    }.items():
+    }
+    if share and share.longest < plan.tokens:
+        choices[f"with micro_batch_tokens: {share.longest}"] = with_tokens(plan, share.longest)
+    alternatives = {}
+    for label, other in choices.items():
         needed = sum(estimate(config, other).values()) + OUTSIDE_TORCH_BYTES
         fits = [card["name"] for card in knowledge("versions")["cards"] if needed <= card["gib"] * GIB]  # usable
         alternatives[label] = {"bytes": needed, "fits": fits}
@@ -171,5 +250,11 @@ def estimate_run(
             f"  {label:<29}{choice['bytes'] / GIB:7.2f} GiB   fits: {', '.join(choice['fits']) or 'no card listed'}"
         )
     lines += [f"  assumed: {text}" for text in assumptions]
+    time = None
+    if share and not active_width(modeling.text_config(config))[1]:  # launches of experts are not counted
+        whole = parts if plan.shards == 1 else estimate(config, replace(plan, shards=1))
+        work = read_work(config, plan, share, processes, whole)
+        time = duration.estimate_time(work, CARD, share.steps_per_epoch)
+        lines += ["", *duration.describe(time)]
     return {"model": settings.model_name_or_path, "parts": parts, "bytes": total, "outside_bytes": OUTSIDE_TORCH_BYTES,
-            "alternatives": alternatives, "assumptions": assumptions, "text": "\n".join(lines)}  # fmt: skip
+            "alternatives": alternatives, "assumptions": assumptions, "time": time, "text": "\n".join(lines)}  # fmt: skip

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 # growing segments instead of fragments, operator launch on two queues, worker threads kept near their card, and ten
 # minutes instead of two for the slowest server to join. A value that the user has set stays, as a whole: growing segments
 # go with no other option of the allocator. Two queues may raise the peak of memory (docs, TASK_QUEUE_ENABLE), for which
-# micro_batch.MARGIN leaves room.
+# memory.MARGIN leaves room.
 NPU_ENVIRONMENT = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     "TASK_QUEUE_ENABLE": "2",

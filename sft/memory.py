@@ -1,6 +1,6 @@
 """What a training step keeps in a card's memory beside weights and optimizer, from the model's config alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,6 +9,9 @@ from sft import modeling
 # Held outside torch's allocator, where no config tells it: two HCCL buffers of HCCL_BUFFSIZE = 200 MB (HCCL docs), and
 # the context with its operator binaries, allocator fragments and workspaces, taken as 1 GiB (an assumption).
 OUTSIDE_TORCH_BYTES = 2 * 200 * (1 << 20) + (1 << 30)
+LARGEST = 8192  # tokens; the products of a larger micro-batch are no faster
+STEP = 256  # so that the tokens do not hang on a few bytes
+MARGIN = 0.15  # of the card's memory stays free: the estimate's own error, fragments
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs call their number
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer of Llama's shape
 SOURCES = {  # those that have their input in common
@@ -114,3 +117,13 @@ def logits_bytes(config, plan: Plan) -> int:
     dtype (sft/loss.py)."""
     rows = min(plan.target_tokens, plan.chunk_tokens) if plan.chunk_tokens else plan.target_tokens
     return (6 if plan.dtype.itemsize == 2 or plan.autocast else 4) * rows * config.vocab_size
+
+
+def tokens_that_fit(config, plan: Plan, memory_bytes: int, held_bytes: int) -> int:
+    """Tokens of a micro-batch, all of them targets, whose activations fit into a card beside `held_bytes` in torch; 0: none."""
+    room = (1 - MARGIN) * memory_bytes - OUTSIDE_TORCH_BYTES - held_bytes
+
+    def needed(tokens: int) -> int:
+        return sum(activation_bytes(config, replace(plan, tokens=tokens, target_tokens=tokens)))
+
+    return max((tokens for tokens in range(STEP, LARGEST + 1, STEP) if needed(tokens) <= room), default=0)

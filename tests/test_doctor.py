@@ -673,6 +673,46 @@ def test_estimate_agrees_with_measured_peaks_of_three_small_models():
         assert sum(memory.estimate(config, plan).values()) == pytest.approx(held + peak, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "tokens", "forwards", "limit"),
+    [
+        ("", 95, 1, "launches"),  # three rows on a card, 60 tokens in all; a micro-batch holds the longest row at least
+        ("global_batch_size: 24\n", 240, 1, "arithmetic"),
+        ("global_batch_size: 24\nmicro_batch_tokens: 100\n", 100, 3, "launches"),
+        ("global_batch_size: 24\nauto_micro_batch: true\nper_device_train_batch_size: 1\n", 95, 3, "launches"),
+    ],
+)
+def test_the_estimate_lays_rows_out_as_train_does_on_ascend(tmp_path, flags, tokens, forwards, limit):
+    """60 rows of 20 tokens, 95 at most, on two cards."""
+    facts = {
+        "max_length": 95,
+        "tokens": {"train": 1200},
+        "target_tokens": {"train": 600},
+        "rows_written": {"train": 60},
+    }
+    write(tmp_path / "manifest.json", json.dumps(facts))
+    settings = f"model_name_or_path: {REFERENCE}\ndataset_dir: {tmp_path}\noutput_dir: {tmp_path}/run\n"
+    config = write(tmp_path / "train.yaml", settings + (flags or "per_device_train_batch_size: 3\n"))
+    answer = memory.estimate_run(str(config), str(ROOT / "accelerate_configs/npu_2.yaml"), None, None)
+    rows = 24 if flags else 6
+    assert f"{tokens} tokens a micro-batch" in answer["text"]
+    time = answer["time"]
+    assert time["forwards"] == forwards and time["steps_per_epoch"] == -(-60 // rows)
+    assert time["epoch_s"] == pytest.approx(time["steps_per_epoch"] * time["step_s"])
+    assert time["tokens_per_s"] == pytest.approx(rows * 20 / time["step_s"])
+    assert time["card"] == "Ascend910B3" and "not measured" in answer["text"] and time["limit"] == limit
+
+
+def test_the_weights_that_are_read_are_those_without_the_input_embeddings():
+    """One row of 512 tokens on one card: 4 N FLOP per token, N = 7,070,619,136, at 37 % of 313 TFLOP/s."""
+    time = memory.estimate_run(None, str(ROOT / "accelerate_configs/npu_1.yaml"), REFERENCE, 512)["time"]
+    weights = 7_615_616_512 - 152_064 * 3584
+    assert time["parts_s"]["arithmetic"] == pytest.approx(512 * 4 * weights / (0.37 * 3.13e14))
+    assert time["parts_s"]["weight reading"] == pytest.approx(2 * 2 * weights / 1.6e12)
+    assert time["limit"] == "arithmetic" and time["launches"] == 2931
+    assert memory.estimate_run(None, str(ROOT / "accelerate_configs/cuda_1.yaml"), REFERENCE, 512)["time"] is None
+
+
 @pytest.mark.npu
 def test_estimate_agrees_with_the_npu_allocators_peak(npu_environment):
     result = run_script("-c", "from tests.test_doctor import print_peaks_on_npu as f; f()", env=npu_environment)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from doctor import memory
+from doctor import duration, memory
 from sft.memory import Plan
 from tests.conftest import ROOT, must, once, run_script
 
@@ -128,3 +128,29 @@ def test_the_estimate_is_within_3_percent_of_the_allocators_peak(tmp_path, trace
     assert len(steps) == 12
     for case, step in zip(SIZES, steps):
         assert estimated_bytes(case) == pytest.approx(step["peak_bytes"], rel=0.03), case
+
+
+COUNTED = [
+    {"model": "Qwen/Qwen2.5-7B-Instruct", "layers": layers, "rows": [64, 64], "forwards": forwards,
+     "checkpointing": checkpointing, "target_modules": targets}
+    for layers, forwards, checkpointing, targets in (
+        (2, 1, False, QKVO), (4, 1, False, QKVO), (4, 2, False, QKVO), (4, 2, True, QKVO), (4, 1, True, ["all-linear"]),
+        (3, 2, False, ["all-linear"]),
+    )
+]  # fmt: skip
+
+
+def test_the_launches_of_the_time_estimate_are_those_that_are_counted(tmp_path, trace_environment):
+    """Within 3 %: the program makes a step without train.py's sum and exchange, three operators a forward and a step."""
+    steps = measured_steps(tmp_path, COUNTED, trace_environment)
+    assert len(steps) == 6
+    for case, step in zip(COUNTED, steps):
+        linears = case["layers"] * (7 if case["target_modules"] == ["all-linear"] else 4)
+        work = duration.Work(case["forwards"], 128, case["layers"], linears, 1, 1, 1, case["checkpointing"], 1, 1)
+        assert duration.count_launches(work) == pytest.approx(step["launches"], rel=0.03), case
+
+
+@pytest.mark.slow
+def test_the_launches_of_a_step_of_7b_are_those_of_the_time_estimate(steps_of_7b):
+    work = duration.Work(1, 355, 28, 4 * 28, 1, 1, 1, False, 1, 1)
+    assert duration.count_launches(work) == pytest.approx(steps_of_7b["train.py"]["launches"], rel=0.01)

@@ -30,7 +30,7 @@ def test_recomputation_costs_another_forward():
 
 def work(**changes) -> Work:
     settings = {
-        "forwards": 1, "tokens": 2048, "layers": 32, "weights": LLAMA_2_7B, "weight_bytes": 2 * 6_738_415_616,
+        "forwards": 1, "tokens": 2048, "layers": 32, "adapted_linears": 64, "weights": LLAMA_2_7B, "weight_bytes": 2 * 6_738_415_616,
         "adapter_bytes": 4 * 8_388_608, "recompute": False, "world_size": 1, "shards": 1,
     }  # fmt: skip
     return Work(**{**settings, **changes})
@@ -46,7 +46,7 @@ def test_many_short_forwards_are_limited_by_launches_or_weights():
     """128 forwards of 16 tokens: the same arithmetic, but the weights are read and the operators launched 128 times."""
     found = estimate_step(work(forwards=128), "Ascend910B3")
     assert found["limit"] == "launches" and found["step_s"] > 5 * estimate_step(work(), "Ascend910B3")["step_s"]
-    read = estimate_step(work(forwards=128, layers=1), "Ascend910B4")
+    read = estimate_step(work(forwards=128, layers=1, adapted_linears=2), "Ascend910B4")
     assert read["limit"] == "weight reading"
     assert read["parts_s"]["weight reading"] == pytest.approx(128 * 2 * 2 * 6_738_415_616 / 8e11)
 

@@ -6,15 +6,11 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
 
-from sft import device, modeling
+from sft import device, memory, modeling
 from sft.batching import BatchPlan, collate
 from sft.errors import RunFailed, UserError
-from sft.memory import OUTSIDE_TORCH_BYTES, Plan, activation_bytes
 
 SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")  # that the estimate needs
-LARGEST = 8192  # tokens; the products of a larger micro-batch are no faster
-STEP = 256  # so that the tokens do not hang on a few bytes
-MARGIN = 0.15  # of the card's memory stays free: the estimate's own error, fragments
 
 
 def choose(plan: BatchPlan, model: torch.nn.Module, train_rows, settings, accelerator) -> BatchPlan:
@@ -49,20 +45,15 @@ def tokens_that_fit(model: torch.nn.Module, settings, accelerator) -> int:
         outer = {loss.causal.get_input_embeddings().weight, loss.causal.get_output_embeddings().weight}
         outside = sum(p.numel() for p in outer)
         held += parameters[0].element_size() * (outside + 2 * (whole - outside) // config.num_hidden_layers)
-    room = (1 - MARGIN) * device.memory_bytes(accelerator.device) - OUTSIDE_TORCH_BYTES - held
     frozen = next(p for p in parameters if not p.requires_grad)
     bounded = config.model_type in modeling.PLAIN_HEAD  # other models' logits are computed all at once
-
-    def needed(tokens: int) -> int:
-        plan = Plan(
-            tokens=tokens, target_tokens=tokens, dtype=frozen.dtype, autocast=accelerator.mixed_precision != "no",
-            checkpointing=settings.gradient_checkpointing, chunk_tokens=settings.loss_chunk_tokens if bounded else 0,
-            lora_r=settings.lora_r, target_modules=tuple(settings.target_modules),
-            fused=settings.fused == "auto" and device.has_fused_operators(accelerator.device),
-        )  # fmt: skip
-        return sum(activation_bytes(config, plan))
-
-    mine = max((tokens for tokens in range(STEP, LARGEST + 1, STEP) if needed(tokens) <= room), default=0)
+    plan = memory.Plan(
+        tokens=0, target_tokens=0, dtype=frozen.dtype, autocast=accelerator.mixed_precision != "no",
+        checkpointing=settings.gradient_checkpointing, chunk_tokens=settings.loss_chunk_tokens if bounded else 0,
+        lora_r=settings.lora_r, target_modules=tuple(settings.target_modules),
+        fused=settings.fused == "auto" and device.has_fused_operators(accelerator.device),
+    )  # fmt: skip
+    mine = memory.tokens_that_fit(config, plan, device.memory_bytes(accelerator.device), held)
     return min(gather_object([mine]))
 
 

@@ -26,6 +26,7 @@ from doctor.machine import (
     version_key,
     whole_number,
 )
+from sft.environment import npu_environment
 from sft.simulation import is_simulated_home
 
 
@@ -370,11 +371,9 @@ def _port_is_taken(port: int) -> bool:
 def check_environment(machine: Machine) -> Iterator[Check]:
     """Variables that matter, with the values in effect: yours, else train.py's, else the vendor's."""
     rows = {row["name"]: row for row in knowledge("versions")["environment"][machine.kind]}
-    effective = {name: os.environ.get(name, row.get("train", row["unset"])) for name, row in rows.items()}
-    origin = {
-        name: "yours" if name in os.environ else "train.py" if "train" in row else "default"
-        for name, row in rows.items()
-    }
+    train = npu_environment(machine.versions.get("torch_npu")) if machine.kind == "npu" else {}
+    effective = {name: os.environ.get(name, train.get(name, row["unset"])) for name, row in rows.items()}
+    origin = {name: "yours" if name in os.environ else "train.py" if name in train else "default" for name in rows}
     yield ok("environment", ", ".join(f"{name}={effective[name] or '(unset)'} ({origin[name]})" for name in rows))
     if machine.kind != "npu":
         return

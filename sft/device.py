@@ -16,23 +16,13 @@ from typing import TypeVar
 import psutil
 
 from sft.artifacts import library_versions
+from sft.environment import NPU_ENVIRONMENT, npu_environment
 from sft.errors import RunFailed, UserError
 from sft.masking import mask_variables
 from sft.simulation import is_simulated_home
 
 Result = TypeVar("Result")
 
-# Read by torch_npu when it is loaded (torch_npu docs, "Environment variables"; HCCL docs for the last one):
-# growing segments instead of fragments, operator launch on two queues, worker threads kept near their card, and ten
-# minutes instead of two for the slowest server to join. A value that the user has set stays, as a whole: growing segments
-# go with no other option of the allocator. Two queues may raise the peak of memory (docs, TASK_QUEUE_ENABLE), for which
-# memory.MARGIN leaves room.
-NPU_ENVIRONMENT = {
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-    "TASK_QUEUE_ENABLE": "2",
-    "CPU_AFFINITY_CONF": "1",
-    "HCCL_CONNECT_TIMEOUT": "600",
-}
 # Read when the first communicator or matrix product of a process is made (HCCL and NCCL docs, "Environment variables";
 # cuBLAS docs, "Results reproducibility"): sums over ranks and inside a product in an order that is always the same.
 DETERMINISTIC_ENVIRONMENT = {"HCCL_DETERMINISTIC": "true", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -48,21 +38,6 @@ def set_environment_defaults() -> None:
     """Sets what has to be in the environment before torch is imported; call it first thing in a script."""
     for name, value in npu_environment(library_versions().get("torch_npu")).items():
         os.environ.setdefault(name, value)
-
-
-def npu_environment(torch_npu: str | None) -> dict[str, str]:
-    """NPU_ENVIRONMENT as that release of torch_npu reads it: from 2.6 on it can keep threads near their own card, where
-    before it dealt out the cores by the card's number (torch_npu docs, CPU_AFFINITY_CONF).
-
-    It asks the driver's libdcmi which cores those are, and fails where a container lacks it.
-    """
-    near = torch_npu is not None and tuple(map(int, torch_npu.split(".")[:2])) >= (2, 6)
-    if near:
-        try:
-            ctypes.CDLL("libdcmi.so")
-        except OSError:
-            near = False
-    return {**NPU_ENVIRONMENT, **({"CPU_AFFINITY_CONF": "1,npu_affine:1"} if near else {})}
 
 
 def check_mixed_precision() -> None:

@@ -1,5 +1,6 @@
 """The doctor on machines built for the purpose: real files, tools and wheels in scratch directories."""
 
+import ctypes
 import gc
 import json
 import os
@@ -18,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from doctor import checks, explanations, memory
 from doctor import machine as seen
 from doctor.machine import Machine, knowledge, version_key
-from sft import modeling
+from sft import device, modeling
 from sft.batching import collate
 from sft.config import TrainConfig, parse, read_yaml
-from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, NPU_ENVIRONMENT, torch_version
+from sft.device import HCCL_EXEC_TIMEOUT_DEFAULT_S, torch_version
+from sft.environment import NPU_ENVIRONMENT
 from sft.errors import UserError
 from sft.memory import kept_bytes_per_token
 from tests import sim_ascend
@@ -194,9 +196,9 @@ def test_version_table_is_whole():
             assert f"torch_npu=={row['torch_npu']}" in (ROOT / row["file"]).read_text().replace("-", "_")
 
 
-def test_environment_table_says_what_train_sets():
+def test_environment_table_has_what_train_sets_and_its_time_outs():
     rows = knowledge("versions")["environment"]["npu"]
-    assert {row["name"]: row["train"] for row in rows if "train" in row} == NPU_ENVIRONMENT
+    assert {row["name"] for row in rows} > set(NPU_ENVIRONMENT)
     (exec_timeout,) = [row for row in rows if row["name"] == "HCCL_EXEC_TIMEOUT"]
     assert int(exec_timeout["unset"]) == HCCL_EXEC_TIMEOUT_DEFAULT_S
     from sft.config import TrainConfig
@@ -333,6 +335,29 @@ def test_busy_port_is_seen(server, tmp_path):
         path = write(tmp_path / "launch.yaml", f"num_processes: 4\nnum_machines: 2\nmain_process_port: {port}\n")
         check = one(checks.check_launch_config(server(accelerate_config=str(path))), "port")
     assert (check.status, check.found) == ("FAIL", f"{port} is taken")
+
+
+@pytest.mark.parametrize("driver", [True, False])
+@pytest.mark.parametrize("torch_npu", ["2.1.0.post17", "2.13.0"])
+def test_variables_are_shown_as_the_scripts_will_set_them(server, monkeypatch, torch_npu, driver):
+    """By the scripts' own start: the cores near a card are asked for where torch_npu and the driver's libdcmi know them."""
+    machine = server()
+    machine.versions["torch_npu"] = torch_npu
+
+    def load(name):
+        if not driver:
+            raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(device, "library_versions", lambda: {"torch_npu": torch_npu})
+    for name in NPU_ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that it is put back after the test
+        monkeypatch.delenv(name)
+    shown = one(checks.check_environment(machine), "environment").found
+    device.set_environment_defaults()
+    for name in NPU_ENVIRONMENT:
+        assert f"{name}={os.environ[name]} (train.py)" in shown
+    assert os.environ["CPU_AFFINITY_CONF"] == ("1,npu_affine:1" if driver and torch_npu == "2.13.0" else "1")
 
 
 def test_ddp_timeout_below_hccls_fails(server, tmp_path):

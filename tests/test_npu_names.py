@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sft import device
+from sft import environment
 from tests.conftest import ROOT, once
 
 pytestmark = pytest.mark.npu
@@ -125,5 +125,5 @@ def test_threads_stay_near_their_card_where_torch_npu_and_the_driver_can(monkeyp
         if not driver:
             raise OSError("cannot open shared object file")
 
-    monkeypatch.setattr(device.ctypes, "CDLL", load)
-    assert device.npu_environment(torch_npu) == {**device.NPU_ENVIRONMENT, "CPU_AFFINITY_CONF": affinity}
+    monkeypatch.setattr(environment.ctypes, "CDLL", load)
+    assert environment.npu_environment(torch_npu) == {**environment.NPU_ENVIRONMENT, "CPU_AFFINITY_CONF": affinity}

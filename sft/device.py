@@ -244,6 +244,12 @@ def sharding_plugin(state):
         raise UserError("fsdp_version is 1, under which PEFT saves adapters without a tensor; set fsdp_version: 2")
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise UserError("fsdp_offload_params is true, which is not supported; set it to false and use more cards")
+    layers = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")  # the wizard writes '' for Enter (accelerate 1.15)
+    if layers is not None and not all(name.strip() for name in layers.split(",")):
+        raise UserError(
+            f"fsdp_transformer_layer_cls_to_wrap is {layers!r}, which names no layer; delete that line of the launch "
+            "configuration: the model's own decoder layers are then taken"
+        )
     import torch
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin

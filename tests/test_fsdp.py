@@ -167,6 +167,13 @@ def test_training_goes_on_sharded_from_an_adapter(tmp_path, whole, start):
         ),
         *[
             (
+                {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": layers},
+                f"fsdp_transformer_layer_cls_to_wrap is {layers!r}, which names no layer; delete that line",
+            )
+            for layers in ("", "LlamaDecoderLayer,")
+        ],
+        *[
+            (
                 {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{kind}_SIZE": "2"},
                 f"parallelism_config_{kind.lower()}_size is 2: {reason}",
             )

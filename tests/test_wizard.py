@@ -7,9 +7,11 @@ import pexpect
 import pytest
 import yaml
 
+from sft import device
+from sft.errors import UserError
 from tests.conftest import ROOT, losses, must, run_script, train
 
-MACHINE = {"multi-CPU": 1, "multi-NPU": 5}  # places in the wizard's menu, from 0
+MACHINE = {"multi-CPU": 1, "multi-GPU": 4, "multi-NPU": 5}  # places in the wizard's menu, from 0
 
 
 def answer(path, answers: list[tuple[str, str]], env: dict) -> dict:
@@ -109,6 +111,43 @@ def test_the_wizards_answer_for_several_cpu_processes_is_refused_with_the_remedy
     result = train(str(path), tiny_model_dir, dataset_dir, tmp_path / "run")
     assert result.returncode != 0 and "promises 2 processes but 1 started" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_fsdp_with_enter_at_every_prompt_is_refused_with_the_line_to_delete(tmp_path, monkeypatch):
+    """Enter names '' as the layer class, with which Accelerate fails late: "Could not find the transformer layer class"."""
+    answers = [
+        ("compute environment", choose(0)),
+        ("type of machine", choose(MACHINE["multi-GPU"])),
+        ("How many different machines", [ENTER]),
+        ("distributed operations be checked", [ENTER]),
+        ("torch dynamo", [ENTER]),
+        ("DeepSpeed", [ENTER]),
+        ("FullyShardedDataParallel", ["yes", ENTER]),
+        ("FSDP version", [ENTER]),
+        ("resharding after forward", [ENTER]),
+        ("offload parameters", [ENTER]),
+        ("auto wrap policy", [ENTER]),
+        ("_no_split_modules", [ENTER]),
+        ("layer class names", [ENTER]),
+        ("state dict type", [ENTER]),
+        ("RAM efficient", [ENTER]),
+        ("activation checkpointing", [ENTER]),
+        ("parallelism config", [ENTER]),
+        ("should be used for distributed training", ["2", ENTER]),
+        ("mixed precision", choose(0)),
+    ]
+    settings = answer(tmp_path / "wizard.yaml", answers, {})["fsdp_config"]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name, variable in (
+        ("fsdp_version", "FSDP_VERSION"),
+        ("fsdp_auto_wrap_policy", "FSDP_AUTO_WRAP_POLICY"),
+        ("fsdp_transformer_layer_cls_to_wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP"),
+    ):
+        monkeypatch.setenv(variable, str(settings[name]))  # as accelerate launch does (utils/launch.py)
+    with pytest.raises(
+        UserError, match="fsdp_transformer_layer_cls_to_wrap is '', which names no layer; delete that line"
+    ):
+        device.sharding_plugin(state=None)
 
 
 def test_the_readme_names_what_the_wizard_gets_wrong():

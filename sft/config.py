@@ -56,11 +56,9 @@ class TrainConfig:
     )
     # batch: global batch = per-device batch × accumulation × world size
     per_device_train_batch_size: int = option(1, "rows per micro-batch and rank; more when they are short")
-    gradient_accumulation_steps: int | None = option(None, "micro-batches per step and rank, at most (default 1)")
+    gradient_accumulation_steps: int | None = option(None, "micro-batches per step and rank, at most; none: 1")
     global_batch_size: int | None = option(None, "rows per optimizer step over all ranks; derives the accumulation")
-    micro_batch_tokens: int | None = option(
-        None, "tokens that a card computes at once (default: what its memory allows)"
-    )
+    micro_batch_tokens: int | None = option(None, "tokens that a card computes at once; none: what its memory allows")
     auto_micro_batch: bool = option(False, "out of memory: halve the micro-batch, double the accumulation, go on")
     # optimisation
     learning_rate: float = option(2e-4, "peak learning rate of AdamW")
@@ -70,9 +68,13 @@ class TrainConfig:
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 leaves them")
     num_train_epochs: float = option(1.0, "passes over the training rows")
     max_steps: int | None = option(None, "end after this many optimizer steps instead of num_train_epochs")
-    train_longer: bool = option(False, "go on past the end of a run: more steps in all, by the longer schedule")
-    early_stopping_patience: int | None = option(None, "end after this many evaluations without a lower held-out loss")
-    deliver: str = option("best", "which adapter the run leaves, by held-out loss", choices=("best", "last"))
+    train_longer: bool = option(False, "go on past the end of a run with a larger num_train_epochs or max_steps")
+    early_stopping_patience: int | None = option(
+        None, "end after this many evaluations in a row without a lower held-out loss; none: never"
+    )
+    deliver: str = option(
+        "best", "adapter that the run leaves: best = lowest held-out loss, last = last step", choices=("best", "last")
+    )
     seed: int = option(42, "decides adapter start, row order and dropout")
     # LoRA
     lora_r: int = option(8, "rank of the update")
@@ -85,7 +87,9 @@ class TrainConfig:
         "packed_sdpa", "attention over packed rows", choices=("packed_sdpa", "flash_attention_2")
     )
     fused: str = option(
-        "auto", "fewer, larger operators where the card has them, each compared at start", choices=("auto", "off")
+        "auto",
+        "auto: fewer, larger operators where the card has them, each compared at start; off: plain ones",
+        choices=("auto", "off"),
     )
     deterministic: bool = option(False, "the same bits for the same work on the same cards; slower on some")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")

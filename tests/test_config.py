@@ -162,3 +162,24 @@ def test_a_high_learning_rate_and_few_steps_are_doubted():
     assert doubts(100, learning_rate=3e-3) == ["learning_rate is 0.003"]
     assert doubts(91) == ["91 steps are few: below about 100 an adapter is often still improving"]
     assert doubts(5, max_steps=5) == []  # that is what was asked for
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("num_train_epochs", "passes over the training rows (default: 1.0)"),
+        ("train_longer", "with a larger num_train_epochs or max_steps (default: False)"),
+        ("deliver", "best = lowest held-out loss, last = last step (default: best)"),
+        ("early_stopping_patience", "in a row without a lower held-out loss; none: never (default: None)"),
+        ("micro_batch_tokens", "none: what its memory allows (default: None)"),
+        ("fused", "off: plain ones (default: auto)"),
+        ("deterministic", "slower on some (default: False)"),
+        ("revision", "none: its newest (default: None)"),
+    ],
+)
+def test_help_explains_a_setting_in_words_with_one_default(capsys, name, words):
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    explained = text.split(f" --{name} ")[-1].split(" --")[0]
+    assert words in explained and explained.lower().count("default") == 1

@@ -99,9 +99,29 @@ def facts(
             "parameters": say("parameters_value", trainable=trainable, total=total, share=trainable / total),
             "steps": say("steps_value", **values),
             "train_loss": say("train_loss_value", **values),
+            **_delivered(summary, say),
             "hardware": f"{summary['world_size']} × {text(environment['device_name'])}, {text(str(summary['backend']))}",
             "weights": text(provenance["base_dtype"]),
             "cost": say("cost_value", peak=peaks, **values),
         }
     facts["versions"] = text(", ".join(f"{name} {version}" for name, version in environment["versions"].items()))
     return [(say(label), text) for label, text in facts.items()]
+
+
+def _delivered(summary: dict, say: Callable[..., str]) -> dict[str, str]:
+    """Returns which step's adapter was evaluated, with its held-out loss and that of the other that could have been
+    delivered; nothing for runs that do not tell."""
+    delivered, best = summary.get("delivered"), summary.get("best")
+    if not delivered:
+        return {}
+    last = {"step": summary["steps"], "eval_loss": summary.get("eval_loss")}
+    if delivered["step"] != last["step"]:
+        phrase, other = "delivered_best", last
+    elif best and best["step"] != last["step"]:
+        phrase, other = "delivered_last", best
+    else:
+        phrase, other = "delivered_only", last
+    losses = [part.get("eval_loss") for part in (delivered, other)]
+    loss, other_loss = ("–" if value is None else f"{value:.4f}" for value in losses)
+    shown = {"step": delivered["step"], "loss": loss, "other_step": other["step"], "other_loss": other_loss}
+    return {"delivered": say(phrase, **shown)}

@@ -130,6 +130,16 @@ PHRASES = {
         "first step {first_loss:.4f}, last step {last_loss:.4f}",
         "首步 {first_loss:.4f}，末步 {last_loss:.4f}",
     ),
+    "delivered": ("adapter delivered", "交付的适配器"),
+    "delivered_best": (
+        "of step {step}, with the lowest held-out loss, {loss} (last step, {other_step}: {other_loss})",
+        "第 {step} 步，留出损失最低，为 {loss}（末步，第 {other_step} 步：{other_loss}）",
+    ),
+    "delivered_last": (
+        "of the last step, {step}, held-out loss {loss} (lowest: {other_loss}, of step {other_step})",
+        "末步，第 {step} 步，留出损失 {loss}（最低 {other_loss}，第 {other_step} 步）",
+    ),
+    "delivered_only": ("of the last step, {step}, held-out loss {loss}", "末步，第 {step} 步，留出损失 {loss}"),
     "versions": ("versions", "版本"),
     # the other sections
     "curves": ("Curves", "曲线"),

@@ -58,7 +58,7 @@ def load_run(run_dir: str | Path) -> RunResults:
         environment=read("environment.json", schemas.ENVIRONMENT, {}),
         summary=read("summary.json", schemas.SUMMARY, {}),
         metrics=read_metrics(directory),
-        report=read("eval/report.json", schemas.OBJECT, None),
+        report=read("eval/report.json", schemas.REPORT, None),
         predictions=[row for row in _read_lines(directory / "eval" / "predictions.jsonl") if "set" not in row],
     )
 
@@ -66,10 +66,10 @@ def load_run(run_dir: str | Path) -> RunResults:
 def is_report(path: Path) -> bool:
     """Whether a file is a report.json of eval.py, of whatever version."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        read_json(path, schemas.REPORT)
+    except UserError:
         return False
-    return isinstance(found, dict) and found.keys() >= {"base", "adapter", "difference", "signature", "run"}
+    return True
 
 
 def join_predictions(

@@ -17,9 +17,7 @@ def model_card(settings: dict, provenance: dict, summary: dict) -> str:
     if summary["eval_loss"] is not None:
         start = f"{summary['first_eval_loss']:.4f} → " if summary["first_eval_loss"] != summary["eval_loss"] else ""
         held_out = f"| held-out loss (nats per target token) | {start}{summary['eval_loss']:.4f} |\n"
-    delivered = summary["delivered"]
-    if delivered["step"] != summary["steps"]:
-        held_out += f"| this adapter | of step {delivered['step']}, with the lowest held-out loss, {delivered['eval_loss']:.4f} |\n"
+    held_out += f"| this adapter | {_delivered(summary)} |\n"
     simulated = "\n**Made on a simulated Ascend, not on hardware.**\n" if summary["simulated"] else ""
     head = header(
         provenance["model_name_or_path"], library_name="peft", pipeline_tag="text-generation", tags=["lora", "sft"]
@@ -45,6 +43,20 @@ base = AutoModelForCausalLM.from_pretrained("{provenance["model_name_or_path"]}"
 model = PeftModel.from_pretrained(base, "{settings["output_dir"]}")
 ```
 """
+
+
+def _delivered(summary: dict) -> str:
+    """Which step's adapter this is, with its held-out loss and that of the other that could have been delivered."""
+    delivered, best, last = summary["delivered"], summary["best"], summary["eval_loss"]
+    if delivered["step"] != summary["steps"]:
+        return (
+            f"of step {delivered['step']}, with the lowest held-out loss, {delivered['eval_loss']:.4f} (last step, "
+            f"{summary['steps']}: {last:.4f})"
+        )
+    words = f"of the last step, {delivered['step']}" + (f", held-out loss {last:.4f}" if last is not None else "")
+    if best and best["step"] != delivered["step"]:
+        words += f" (lowest: {best['eval_loss']:.4f}, of step {best['step']})"
+    return words
 
 
 def merged_card(origin: dict, launch_lines: str) -> str:

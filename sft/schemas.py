@@ -28,6 +28,7 @@ COUNT = Kind("a whole number from 0 on", _is_count)
 POSITIVE = Kind("a whole number from 1 on", lambda value: _is_count(value) and value > 0)
 SIZE = Kind("a whole number from 1 to 10,000,000", lambda value: _is_count(value) and 0 < value <= 10_000_000)
 NUMBER = Kind("a number", lambda value: _is_number(value) or value != value)  # a loss may be NaN
+FIGURE = Kind("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 ANY = Kind("anything", lambda value: True)
 
@@ -54,6 +55,7 @@ SUMMARY = {
     "world_size": POSITIVE, "backend?": TEXT,
     "first_loss?": NUMBER, "last_loss?": NUMBER, "first_eval_loss?": NUMBER, "eval_loss?": NUMBER, "train_time_s?": NUMBER,
     "tokens_per_s?": NUMBER, "epochs?": NUMBER, "steps?": COUNT, "global_batch_size?": COUNT, "device?": TEXT,
+    "delivered?": {"step": COUNT, "eval_loss?": NUMBER}, "best?": {"step": COUNT, "eval_loss": NUMBER},
 }  # fmt: skip
 ENVIRONMENT = {"device_name": TEXT}
 PROGRESS = {
@@ -74,6 +76,11 @@ SCORES = {str: ANY}
 PREDICTION = {
     "id": TEXT, "question": TEXT, "reference": TEXT, "length": COUNT, "target_tokens": COUNT, "base?": TEXT,
     "adapter?": TEXT, "base_nll": NUMBER, "adapter_nll": NUMBER, "base_scores": SCORES, "adapter_scores": SCORES,
+}  # fmt: skip
+REPORT = {
+    "base": {str: FIGURE}, "adapter": {str: FIGURE}, "difference": {str: {"mean": FIGURE, "ci95": [FIGURE]}},
+    "signature": {str: ANY}, "run": OBJECT, "simulated?": BOOL, "rows?": COUNT, "rows_needed?": COUNT,
+    "conclusion?": TEXT, "verdicts?": {str: TEXT}, "warnings?": [TEXT], "other_sets?": {str: OBJECT}, "examples?": {str: [OBJECT]},
 }  # fmt: skip
 LENGTHS = {"max_length": POSITIVE, "tokens": {"train": COUNT}, "target_tokens": {"train": COUNT}}  # of a manifest
 ADAPTER = {

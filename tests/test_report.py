@@ -19,11 +19,14 @@ from evaluation.phrases import METRICS, PHRASES
 from evaluation.report import (
     build_report,
     compare_runs,
+    is_report,
     join_predictions,
     load_run,
     write_report,
 )
+from evaluation.webpage import render_page
 from sft.artifacts import write_json
+from sft.card import model_card
 from sft.errors import UserError
 from sft.loss_plot import plot_loss
 
@@ -278,6 +281,54 @@ def test_report_tells_what_was_trained_and_on_what(run, predictions, language):
                  "![differences](differences.png)", "![loss](loss.png)", "![length and loss](length_loss.png)"):  # fmt: skip
         assert fact in text, fact
     assert "{" not in text.split("##")[0]
+
+
+@pytest.mark.parametrize(
+    ("summary", "english", "chinese"),
+    [
+        (
+            {"delivered": {"step": 60, "eval_loss": 1.9}, "best": {"step": 60, "eval_loss": 1.9}},
+            "of step 60, with the lowest held-out loss, 1.9000 (last step, 91: 2.1000)",
+            "第 60 步，留出损失最低，为 1.9000（末步，第 91 步：2.1000）",
+        ),
+        (
+            {"delivered": {"step": 91, "eval_loss": 2.1}, "best": {"step": 60, "eval_loss": 1.9}},
+            "of the last step, 91, held-out loss 2.1000 (lowest: 1.9000, of step 60)",
+            "末步，第 91 步，留出损失 2.1000（最低 1.9000，第 60 步）",
+        ),
+        (
+            {"delivered": {"step": 91, "eval_loss": 2.1}, "best": {"step": 91, "eval_loss": 2.1}},
+            "of the last step, 91, held-out loss 2.1000",
+            "末步，第 91 步，留出损失 2.1000",
+        ),
+    ],
+)
+def test_report_and_card_name_the_step_of_the_adapter_with_both_losses(run, predictions, summary, english, chinese):
+    run.summary.update(summary)
+    report = build_report(run, predictions, MANIFEST)
+    assert english in render_report(report) and chinese in render_report(report, "zh-CN")
+    assert english in render_page(report, predictions, []) and chinese in render_page(report, predictions, [])
+    provenance = PROVENANCE | {name: CONFIG[name] for name in CONFIG.keys() - PROVENANCE.keys()}
+    assert f"| this adapter | {english} |" in model_card(
+        CONFIG, provenance, SUMMARY | {"first_eval_loss": 3.0} | summary
+    )
+
+
+def test_a_damaged_report_is_named(run_dir, run, predictions):
+    write_report(run_dir / "eval", build_report(run, predictions, MANIFEST), predictions, run.metrics)
+    path = run_dir / "eval" / "report.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    assert is_report(path)
+    for change, words in (
+        ({"difference": {"loss": 1}}, "difference.loss is 1; expected an object"),
+        ({"adapter": {"loss": "low"}}, "adapter.loss is 'low'; expected a number"),
+        ({"base": None}, "base is null; expected a value"),
+        ({"rows": "many"}, "rows is 'many'; expected a whole number"),
+    ):
+        path.write_text(json.dumps(whole | change), encoding="utf-8")
+        with pytest.raises(UserError, match=rf"report\.json is damaged .*{words}"):
+            load_run(run_dir)
+        assert not is_report(path)
 
 
 def test_both_languages_have_every_phrase_with_the_same_blanks():

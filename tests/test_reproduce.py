@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import ROOT, make_rows, run_script, write_jsonl
 from tools import reproduce
 from tools.reproduce import Step, run_step
+from tools.reproduction_report import render
 
 
 def test_a_failed_step_is_explained_and_leaves_out_only_what_needs_it(tmp_path):
@@ -99,3 +100,71 @@ def test_a_machine_where_set_env_was_not_sourced_is_named_with_the_remedy(
 def test_the_kind_is_found_without_a_card():
     assert subprocess.run([sys.executable, "-c", "import torch"], cwd=ROOT).returncode == 0
     assert reproduce.find_kind() in ("cpu", "cuda", "npu")
+
+
+EVIDENCE = {
+    "model": "m", "kind": "cpu", "cards": [1, 2], "max_steps": None,
+    "steps": {
+        name: {"name": name, "status": "done", "seconds": 1.0}
+        for name in ("doctor", "estimate-1", "estimate-2", "reference-1", "reference-2", "evaluation")
+    },
+}  # fmt: skip
+FINISHED = {
+    "simulated": False, "steps": 2, "global_batch_size": 4, "train_time_s": 3.0, "tokens_per_s": 9.0, "first_loss": 2.0,
+    "last_loss": 1.5, "eval_loss": None, "trainable_parameters": 1, "total_parameters": 2, "peak_memory_bytes": [5, 5],
+    "world_size": 2,
+}  # fmt: skip
+RECORDS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
+FIGURES = {"rows": 6, "base": {"loss": 2.0}, "adapter": {"loss": 1.5}, "difference": {}, "signature": {}, "run": {}}
+
+
+def finished_reproduction(output) -> None:
+    """Files of a reproduction on one and two cards, as far as the page reads them."""
+    (output / "steps").mkdir()
+    (output / "steps" / "doctor.log").write_text('{"versions": {"torch": "2.13.0"}, "checks": []}')
+    for cards in (1, 2):
+        (output / "steps" / f"estimate-{cards}.log").write_text('a warning\n{"bytes": 7000000000}')
+        run = output / f"reference-{cards}"
+        (run / "eval").mkdir(parents=True)
+        (run / "summary.json").write_text(json.dumps(FINISHED))
+        (run / "environment.json").write_text('{"device_name": "cpu"}')
+        (run / "metrics.jsonl").write_text(RECORDS)
+        (run / "eval" / "report.json").write_text(json.dumps(FIGURES))
+
+
+def test_the_page_of_whole_files_names_none(tmp_path):
+    finished_reproduction(tmp_path)
+    page, facts = render(EVIDENCE, tmp_path)
+    assert facts["damaged"] == [] and "could not be read" not in page
+    assert facts["verdict"] == "6 steps done" and facts["equality"][0]["difference"] == 0
+    assert "7.00 GB" in page and "2.0000 → 1.5000" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("reference-2/summary.json", b"{"),
+        ("reference-2/summary.json", b"[]"),
+        ("reference-2/summary.json", b"\xff"),
+        ("reference-1/summary.json", json.dumps(FINISHED | {"train_time_s": 0}).encode()),
+        ("reference-2/summary.json", json.dumps(FINISHED | {"last_loss": "low"}).encode()),
+        ("reference-2/environment.json", b"{}"),
+        ("reference-2/environment.json", None),
+        ("reference-2/metrics.jsonl", b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo'),
+        ("reference-2/metrics.jsonl", b"\xff\n"),
+        ("reference-2/metrics.jsonl", None),
+        ("reference-2/eval/report.json", b'{"rows": 6}'),
+        ("steps/estimate-1.log", b"no object"),
+        ("steps/estimate-1.log", b'{"bytes": "many"}'),
+        ("steps/estimate-1.log", None),
+        ("steps/doctor.log", b'{"checks": [1]}'),
+    ],
+)
+def test_a_damaged_file_is_named_in_the_page_which_goes_on(tmp_path, name, content):
+    finished_reproduction(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    page, facts = render(EVIDENCE, tmp_path)
+    assert len(facts["damaged"]) == 1 and str(tmp_path / name) in page.split("## What could not be read")[1]
+    assert "1 files could not be read whole" in facts["verdict"] and "## The commands" in page

@@ -3,8 +3,21 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
-GIB, GB = 1 << 30, 1e9
+from sft import schemas
+from sft.artifacts import read_json, read_json_lines
+from sft.errors import UserError
+
+GB = 1e9
+ABOVE_0 = schemas.Kind("a number above 0", lambda value: schemas.NUMBER.holds(value) and value > 0)
+SUMMARY = schemas.SUMMARY | {
+    "simulated": schemas.BOOL, "steps": schemas.COUNT, "global_batch_size": schemas.COUNT, "train_time_s": ABOVE_0,
+    "tokens_per_s": schemas.NUMBER, "first_loss": schemas.NUMBER, "last_loss": schemas.NUMBER,
+}  # fmt: skip
+CHECK = dict.fromkeys(("name", "status", "found", "remedy"), schemas.TEXT)
+DOCTOR = {"versions?": {str: schemas.ANY}, "checks?": [CHECK]}
+ESTIMATE = {"bytes": schemas.COUNT, "time?": {"step_s?": schemas.NUMBER}}
 # The reference report: Qwen2.5-7B-Instruct on Ascend 910B3. It gives the two-card time as about half of one card's.
 REFERENCE = {
     1: {"memory": "16.4 GB", "time": "1", "steps": 91},
@@ -19,71 +32,97 @@ TOLERANCES = {  # of two card counts' losses, step by step
 def render(evidence: dict, output: Path) -> tuple[str, dict]:
     """The page as markdown and all facts as one object. Reads the run directories below `output` that are there."""
     steps = evidence["steps"]
-    doctor = read_json_log(output, "doctor") if steps.get("doctor", {}).get("status") == "done" else {}
-    runs = {name: read_run(output / name) for name in steps if name.startswith(("reference-", "small-"))}
+    damaged: list[str] = []  # what cannot be read is left out and named, a sentence each
+    doctor = read_json_log(output, "doctor", DOCTOR, damaged) if is_done(evidence, "doctor") else {}
+    runs = {name: read_run(output / name, damaged) for name in steps if name.startswith(("reference-", "small-"))}
     runs = {name: run for name, run in runs.items() if run}
     simulated = any(run["summary"]["simulated"] for run in runs.values())
     facts = {
         **evidence,
         "simulated": simulated,
-        "verdict": verdict(evidence, doctor),
-        "versions": doctor.get("versions", {}),
-        "checks": doctor.get("checks", []),
-        "table": [measured_row(cards, runs, output, evidence) for cards in evidence["cards"]],
+        "versions": doctor.get("versions") or {},
+        "checks": doctor.get("checks") or [],
+        "table": [measured_row(cards, runs, output, evidence, damaged) for cards in evidence["cards"]],
         "equality": compare_card_counts(evidence["cards"], runs),
         "bandwidth": {name: read_bandwidth(output, name) for name in steps if name.startswith("collectives-")},
-        "evaluation": read_evaluation(output, evidence),
+        "evaluation": read_evaluation(output, evidence, damaged),
+        "damaged": damaged,
     }
+    facts["verdict"] = verdict(evidence, facts["checks"], damaged)
     return page(facts), facts
 
 
-def verdict(evidence: dict, doctor: dict) -> str:
+def is_done(evidence: dict, step: str) -> bool:
+    return evidence["steps"].get(step, {}).get("status") == "done"
+
+
+def verdict(evidence: dict, checks: list[dict], damaged: list[str]) -> str:
     steps = evidence["steps"].values()
     failed = [step["name"] for step in steps if step["status"] == "failed"]
     left_out = [step["name"] for step in steps if step["status"] == "left out"]
-    bad = [check["name"] for check in doctor.get("checks", []) if check["status"] == "FAIL"]
+    bad = [check["name"] for check in checks if check["status"] == "FAIL"]
     words = [f"{sum(step['status'] == 'done' for step in steps)} steps done"]
     words += [f"failed: {', '.join(failed)}"] if failed else []
     words += [f"{len(left_out)} left out, as they need those"] if left_out else []
     words += [f"the doctor objects to: {', '.join(bad)}"] if bad else []
+    words += [f"{len(damaged)} files could not be read whole"] if damaged else []
     return "; ".join(words)
 
 
-def read_json_log(output: Path, name: str) -> dict:
-    """The JSON object in a step's log, which warnings may surround."""
-    text = (output / "steps" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-    start, end = text.find("\n{") + 1 if not text.startswith("{") else 0, text.rfind("}")
+def read_json_log(output: Path, name: str, shape: Any, damaged: list[str]) -> dict:
+    """The JSON object in a step's log, which warnings may surround; {} when there is none of that shape."""
+    log = output / "steps" / f"{name}.log"
     try:
-        return json.loads(text[start : end + 1])
-    except ValueError:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        start, end = text.find("\n{") + 1 if not text.startswith("{") else 0, text.rfind("}")
+        value = json.loads(text[start : end + 1])
+        wrong = schemas.mismatch(value, shape)
+    except (OSError, ValueError, RecursionError) as error:
+        wrong = f"it holds no whole JSON object ({error})"
+    if wrong:
+        damaged.append(f"{log}: {wrong}")
         return {}
+    return value
 
 
-def read_run(directory: Path) -> dict | None:
-    """summary.json, environment.json and the losses by step of a finished run."""
+def read_run(directory: Path, damaged: list[str]) -> dict | None:
+    """summary.json, environment.json and the losses by step of a finished run; None when one cannot be read."""
     if not (directory / "summary.json").is_file():
         return None
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    return {
-        "summary": json.loads((directory / "summary.json").read_text(encoding="utf-8")),
-        "environment": json.loads((directory / "environment.json").read_text(encoding="utf-8")),
-        "losses": {record["step"]: record["loss"] for record in records if "loss" in record},
-    }
+    try:
+        summary = read_json(directory / "summary.json", SUMMARY)
+        environment = read_json(directory / "environment.json", schemas.ENVIRONMENT)
+    except UserError as error:
+        damaged.append(str(error))
+        return None
+    return {"summary": summary, "environment": environment, "losses": read_losses(directory / "metrics.jsonl", damaged)}
 
 
-def measured_row(cards: int, runs: dict, output: Path, evidence: dict) -> dict:
+def read_losses(path: Path, damaged: list[str]) -> dict[int, float]:
+    """The loss of each step that metrics.jsonl still holds."""
+    try:
+        records = read_json_lines(path, schemas.RECORD)
+        lines = sum(bool(line.strip()) for line in path.read_bytes().split(b"\n"))
+    except OSError as error:
+        damaged.append(f"{path} cannot be read: {error.strerror}")
+        return {}
+    if len(records) < lines:
+        damaged.append(f"{path}: {lines - len(records)} of {lines} lines are damaged")
+    return {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
+
+
+def measured_row(cards: int, runs: dict, output: Path, evidence: dict, damaged: list[str]) -> dict:
     """What was measured on so many cards, beside the estimate."""
     run = runs.get(f"reference-{cards}")
     row = {"cards": cards, "reference": REFERENCE.get(cards)}
-    if f"estimate-{cards}" in evidence["steps"] and evidence["steps"][f"estimate-{cards}"]["status"] == "done":
-        estimate = read_json_log(output, f"estimate-{cards}")
+    if is_done(evidence, f"estimate-{cards}"):
+        estimate = read_json_log(output, f"estimate-{cards}", ESTIMATE, damaged)
         row["estimated_bytes"] = estimate.get("bytes")
         row["estimated_step_s"] = (estimate.get("time") or {}).get("step_s")
     if run:
         summary = run["summary"]
         keys = ("steps", "train_time_s", "tokens_per_s", "peak_memory_bytes", "first_loss", "last_loss", "eval_loss")
-        row |= {key: summary[key] for key in keys}
+        row |= {key: summary.get(key) for key in keys}
         first = runs.get(f"reference-{evidence['cards'][0]}")
         row["time_ratio"] = summary["train_time_s"] / first["summary"]["train_time_s"] if first else None
         row["device_name"] = run["environment"]["device_name"]
@@ -102,7 +141,9 @@ def compare_card_counts(cards: list[int], runs: dict) -> list[dict]:
                     continue
                 if first["summary"]["global_batch_size"] != second["summary"]["global_batch_size"]:
                     continue
-                common = sorted(first["losses"].keys() & second["losses"].keys())[:20]
+                common = sorted(step for step in first["losses"] if second["losses"].get(step))[:20]
+                if not common:
+                    continue
                 difference = max(abs(first["losses"][step] / second["losses"][step] - 1) for step in common)
                 tolerance, reason = TOLERANCES[kind]
                 found.append({
@@ -115,15 +156,20 @@ def compare_card_counts(cards: list[int], runs: dict) -> list[dict]:
 def read_bandwidth(output: Path, name: str) -> str | None:
     """The bandwidth of the largest all-reduce that `doctor.py --collectives` timed, as it printed it."""
     log = output / "steps" / f"{name}.log"
-    lines = re.findall(r"^ +\d+ [KM]B .*GB/s", log.read_text(encoding="utf-8"), re.MULTILINE) if log.is_file() else []
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = re.findall(r"^ +\d+ [KM]B .*GB/s", text, re.MULTILINE)
     return " ".join(lines[-1].split()) if lines else None
 
 
-def read_evaluation(output: Path, evidence: dict) -> dict | None:
+def read_evaluation(output: Path, evidence: dict, damaged: list[str]) -> dict | None:
     report = output / f"reference-{evidence['cards'][-1]}" / "eval" / "report.json"
-    if evidence["steps"].get("evaluation", {}).get("status") != "done" or not report.is_file():
+    if not is_done(evidence, "evaluation") or not report.is_file():
         return None
-    read = json.loads(report.read_text(encoding="utf-8"))
+    try:
+        read = read_json(report, schemas.REPORT | {"rows": schemas.COUNT})
+    except UserError as error:
+        damaged.append(str(error))
+        return None
     return {key: read[key] for key in ("rows", "base", "adapter", "signature")}
 
 
@@ -171,6 +217,13 @@ def page(facts: dict) -> str:
         for step in failed:
             parts += [f"### {step['name']}", "", f"    {step['message']}", "", f"Log: `{step['log']}`", ""]
             parts += [*(f"- {row['id']}: {row['meaning']} → {row['check']}" for row in step["explanations"]), ""]
+    if facts["damaged"]:
+        parts += [
+            "",
+            "## What could not be read",
+            "",
+            *(f"- {' '.join(sentence.split())}" for sentence in facts["damaged"]),
+        ]
     parts += ["", "## The machine", ""]
     parts += table(["what", "version"], [[name, version] for name, version in sorted(facts["versions"].items())])
     parts += ["", *table(["check", "", "found"], [[c["name"], c["status"], c["found"]] for c in facts["checks"]])]

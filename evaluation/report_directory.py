@@ -50,7 +50,7 @@ class ReportDirectory:
 
     def write(self, built: dict, predictions: Sequence[dict], metrics: Sequence[dict]) -> None:
         """Writes the report's files; report.json is missing while the others are being replaced."""
-        with explained_writing(self.path):
+        with explained_writing(self.path, also_reads=True):
             for leftover in self.path.glob(".report.tmp-*"):
                 shutil.rmtree(leftover)
             with tempfile.TemporaryDirectory(dir=self.path, prefix=".report.tmp-") as folder:

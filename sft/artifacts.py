@@ -130,24 +130,40 @@ def sync_directory(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def explained_writing(path: str | Path) -> Iterator[None]:
+def explained_writing(path: str | Path, also_reads: bool = False) -> Iterator[None]:
     """Turns what the file system refuses, while `path` is written, into one sentence with its true cause.
 
+    also_reads: the block reads, loads or sends things too. What names no file and may have come from them is left alone.
     Raises: UserError instead of OSError.
     """
     try:
         yield
     except OSError as error:
-        what = "write"
-        if isinstance(error.filename, str):
-            file, asked = Path(error.filename).absolute(), Path(path).absolute()
-            if file != asked and file not in asked.parents and asked.parent not in file.parents:
-                path, what = file, "use"  # another file, which was read for the one to be written
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.errno is None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        named = [name for name in (error.filename, error.filename2) if isinstance(name, (str, os.PathLike))]
+        others = [] if any(_is_part(name, path) for name in named) else named
+        if also_reads and not named and not full and error.errno != errno.EROFS:
+            raise
+        reason = error.strerror or str(error)
+        if named and not others and Path(path).absolute() in Path(named[0]).absolute().parents:
+            reason += f" ({named[0]})"
+        if others and not full:
+            raise UserError(
+                f"could not use {others[0]}: {reason}; check the name, its permissions and the disk (it was needed for {path}, "
+                "where what was complete before is untouched)"
+            ) from error
         raise UserError(
-            f"could not {what} {path}: {error.strerror or error}; what was complete before is untouched: "
+            f"could not write {others[-1] if others else path}: {reason}; what was complete before is untouched: "
             f"{'free space or ' if full else ''}choose another place, then run the same command again"
         ) from error
+
+
+def _is_part(name: str | Path, path: str | Path) -> bool:
+    """Whether a file is `path`, lies in it or in a temporary one beside it, or is a directory that it lies in."""
+    file, whole = Path(os.path.abspath(name)), Path(os.path.abspath(path))
+    below = file.parts[: len(whole.parts)]
+    beside = below[:-1] == whole.parts[:-1] and bool(below) and below[-1].startswith(f".{whole.name}.")
+    return below == whole.parts or beside or file in whole.parents
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -224,7 +240,8 @@ def new_directory(path: str | Path, replace: bool = False) -> Iterator[Path]:
 
     With `replace` an existing directory stays in place until the new one is complete. When the block raises, or on
     Ctrl-C, the temporary directory is removed and `path` is as it was; after a kill the next call removes it.
-    Raises: UserError when `path` exists and `replace` is false, or when the file system refuses.
+    Raises: UserError when `path` exists and `replace` is false, or when the file system refuses to write it; what the
+    block reads or loads fails with its own error.
     """
     path = Path(path)
     if path.exists() and not replace:
@@ -233,33 +250,39 @@ def new_directory(path: str | Path, replace: bool = False) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(path)
         temporary, lock = _make_locked(path)
-        try:
+    try:
+        with explained_writing(path, also_reads=True):
             os.chmod(temporary, 0o777 & ~_umask())
             yield temporary
-            for file in sorted(temporary.rglob("*")):
-                if file.is_file():
-                    with open(file, "rb") as handle:
-                        os.fsync(handle.fileno())
-                else:
-                    sync_directory(file)
-            sync_directory(temporary)
-            if path.exists() and not replace:
-                raise UserError(f"{path} has been made meanwhile by somebody else; choose another directory")
-            if not path.exists():
-                os.replace(temporary, path)
-            elif _exchange(temporary, path):
-                shutil.rmtree(temporary)
-            else:
-                old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old-"))
-                os.replace(path, old / path.name)
-                os.replace(temporary, path)
-                shutil.rmtree(old)
-            sync_directory(path.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        finally:
-            os.close(lock)
+        with explained_writing(path):
+            _put_in_place(temporary, path, replace)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _put_in_place(temporary: Path, path: Path, replace: bool) -> None:
+    """Makes a directory's files durable and gives it its final name."""
+    for file in sorted(temporary.rglob("*")):
+        if file.is_file():
+            sync_file(file)
+        else:
+            sync_directory(file)
+    sync_directory(temporary)
+    if path.exists() and not replace:
+        raise UserError(f"{path} has been made meanwhile by somebody else; choose another directory")
+    if not path.exists():
+        os.replace(temporary, path)
+    elif _exchange(temporary, path):
+        shutil.rmtree(temporary)
+    else:
+        old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old-"))
+        os.replace(path, old / path.name)
+        os.replace(temporary, path)
+        shutil.rmtree(old)
+    sync_directory(path.parent)
 
 
 def _make_locked(path: Path) -> tuple[Path, int]:

@@ -68,7 +68,7 @@ class Journal:
         with explained_writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         numbers = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
-        with explained_writing(self.path.parent):
+        with explained_writing(self.path.parent, also_reads=True):  # trackers may send
             self.accelerator.log(numbers, step=record["step"])
         self.show(record)
 

@@ -3,9 +3,11 @@
 import bisect
 import contextlib
 import copy
+import errno
 import itertools
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -436,11 +438,13 @@ def write_adapter(directory: Path, tensors: dict[str, Tensor], peft_model: PeftM
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises: OSError, in place of the library's own error for a full disk."""
+    """Writes a safetensors file. Raises: OSError with number and file, in place of the library's own error for a full disk."""
     try:
         save_file(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        found = re.search(r"\(os error (\d+)\)", str(error))  # as Rust prints what the system said
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number) if found else str(error), str(file)) from error
 
 
 def verify_adapter(file: Path, expected: dict[str, tuple[int, ...]]) -> None:

@@ -1,5 +1,6 @@
 """Files appear whole or not at all."""
 
+import errno
 import json
 import signal
 import stat
@@ -56,6 +57,80 @@ def test_replacing_a_directory_keeps_the_old_one_until_the_new_is_complete(tmp_p
         (tmp_path / "race").mkdir()
     (tmp_path / "race").rmdir()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def missing_input(beside, temporary):
+    (beside / "out.jsonl").read_text()
+
+
+def missing_folder_in_it(beside, temporary):
+    (temporary / "folder" / "file").write_text("x")
+
+
+def full_disk(beside, temporary):
+    with open("/dev/full", "w") as file:  # the system names no file
+        file.write("x")
+
+
+def full_disk_while_copying(beside, temporary):
+    raise OSError(errno.ENOSPC, "No space left on device", str(beside / "input"), None, str(temporary / "copy"))
+
+
+def full_cache(beside, temporary):
+    raise OSError(errno.ENOSPC, "No space left on device", "/cache/model")
+
+
+def bad_disk_under_an_input(beside, temporary):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def unknown_model(beside, temporary):
+    raise OSError("Can't load the tokenizer for 'a/b'")
+
+
+def lost_network(beside, temporary):
+    raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        (missing_input, "could not use {beside}/out.jsonl: No such file or directory; check the name"),
+        (missing_folder_in_it, "could not write {beside}/out: No such file or directory;"),
+        (full_disk, "could not write {beside}/out: No space left on device; what was complete before is untouched: free space"),
+        (full_disk_while_copying, "could not write {beside}/out: No space left on device;"),
+        (full_cache, "could not write /cache/model: No space left on device;"),
+        (bad_disk_under_an_input, None), (unknown_model, None), (lost_network, None),
+    ],
+)  # fmt: skip
+def test_only_what_was_refused_to_write_is_called_so(fails, words, tmp_path):
+    """A directory is made from what is read and loaded meanwhile, whose errors are not its own."""
+    with pytest.raises(Exception) as caught, artifacts.new_directory(tmp_path / "out") as temporary:
+        fails(tmp_path, temporary)
+    if words is None:  # as it was raised
+        with pytest.raises(OSError) as raised:
+            fails(tmp_path, tmp_path)
+        assert type(caught.value) is raised.type and str(caught.value) == str(raised.value)
+    else:
+        assert isinstance(caught.value, UserError)
+        assert str(caught.value).startswith(words.format(beside=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_a_directory_that_is_written_is_named(tmp_path):
+    words = rf"could not write {tmp_path}: No such file or directory \({tmp_path}/checkpoint\);"
+    with pytest.raises(UserError, match=words), artifacts.explained_writing(tmp_path):
+        (tmp_path / "checkpoint").read_bytes()
+
+
+def test_weights_that_cannot_be_written_say_which_file_and_why(tmp_path):
+    import torch
+
+    from sft.modeling import write_tensors
+
+    with pytest.raises(OSError) as caught:
+        write_tensors(tmp_path / "none" / "weights", {"a": torch.zeros(1)})
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(tmp_path / "none" / "weights"))
 
 
 KILLED = """

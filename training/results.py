@@ -22,7 +22,7 @@ def write(run, peaks: list[int], held: list[int]) -> None:
     metrics = read_metrics(run_dir)
     summary = summarize(run, metrics, peaks, held)
     summary["delivered"] = summary["best"] if best else {"step": run.done, "eval_loss": run.progress["eval_loss"]}
-    with artifacts.explained_writing(run_dir / "loss.png"):
+    with artifacts.explained_writing(run_dir / "loss.png", also_reads=True):
         plot_loss(metrics, run_dir / "loss.png")
     card = model_card(asdict(run.settings), run.directory.provenance, summary)
     artifacts.write_text(run_dir / "README.md", card)

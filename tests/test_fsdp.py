@@ -237,6 +237,9 @@ def test_two_npus_share_the_memory_of_a_model_and_give_the_numbers_of_one(
     must(train("npu_1", model_dir, dataset_dir, tmp_path / "one", *flags, **single))
     halves = [*single["flags"], "--num_processes", "2", "--fsdp_activation_checkpointing", "false"]
     must(train("npu_8_fsdp", model_dir, dataset_dir, tmp_path / "two", *flags, **{**single, "flags": halves}))
+    for run in ("one", "two"):
+        fused = json.loads((tmp_path / run / "environment.json").read_text())["fused"]
+        assert "one call for all rows in 64 layers" in fused[0] and len(fused) == 5
     one, two = summary(tmp_path / "one"), summary(tmp_path / "two")
     assert (two["device"], two["distributed_type"], two["world_size"]) == ("npu", "FSDP", 2)
     assert max(two["peak_memory_bytes"]) <= 0.6 * one["peak_memory_bytes"][0]

@@ -3,8 +3,10 @@
 Each training is two processes of the real train.py on the CPU, with dropout, evaluations and frequent checkpoints.
 """
 
+import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,3 +191,62 @@ def torture(
         "kills": delivered.total(), "by": dict(sorted(delivered.items())), "runs": runs, "starts": starts, "lost": lost,
         "different": different, "refused": refused, "seconds": round(time.monotonic() - begun, 1), "seed": seed,
     }  # fmt: skip
+
+
+PROGRAMS = {  # the others, and what of their output is the same in each execution
+    "data_prep.py": ("train/*.arrow", "eval/*.arrow", "manifest.json"),
+    "eval.py": ("predictions.jsonl",),
+    "export.py": ("*.safetensors", "config.json", "tokenizer.json"),
+}
+
+
+def torture_programs(model: Path, dataset: Path, run_dir: Path, folder: Path, kills: int, seed: int) -> dict:
+    """Kills preparation, evaluation and export `kills` times each and starts them again, as `torture` does training.
+
+    run_dir: a finished run. `lost`: outputs that were there and not whole after a kill; `different`: finished outputs
+    that are not those of a start left in peace, or that lie beside leftovers; `refused`: starts that failed.
+    """
+    draw = random.Random(seed)
+    counts = {"kills": 0, "lost": [], "different": [], "refused": []}
+    with WarmServer() as server:
+        for script, patterns in PROGRAMS.items():
+            flags = {
+                "data_prep.py": ["--input", dataset.parent / "rows.jsonl", "--model_name_or_path", model],
+                "eval.py": ["--run_dir", run_dir, "--max_new_tokens", "8"],
+                "export.py": ["--run_dir", run_dir],
+            }[script]
+            place = folder / script.removesuffix(".py")
+            place.mkdir()
+            begun = time.monotonic()
+            status, output = server.run(*flags, "--output_dir", folder / f"peace-{script}", processes=1, script=script)
+            if status:
+                raise RuntimeError(f"the undisturbed {script} failed:\n{output[-3000:]}")
+            took = time.monotonic() - begun
+            expected = fingerprint(folder / f"peace-{script}", patterns)
+            if len(expected) < len(patterns):
+                raise RuntimeError(f"the undisturbed {script} left only {sorted(expected)} of {patterns}")
+            for _ in range(kills):
+                start = server.start(*flags, "--output_dir", place / "out", processes=1, script=script)
+                time.sleep(draw.uniform(0.2, 0.95) * took)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(start.pid, draw.choice((signal.SIGKILL, signal.SIGTERM)))
+                start.wait()
+                wait_for_end(start)  # workers of preparation may outlive it for an instant
+                counts["kills"] += 1
+                if script == "eval.py" or not (place / "out").exists():
+                    continue  # an evaluation keeps what it has scored, and goes on with it
+                if fingerprint(place / "out", patterns) != expected:
+                    counts["lost"].append(f"{script}: half an output")
+                shutil.rmtree(place / "out")
+            status, output = server.run(*flags, "--output_dir", place / "out", processes=1, script=script)
+            if status:
+                counts["refused"].append(f"{script}: {output[-500:]}")
+            elif fingerprint(place / "out", patterns) != expected or os.listdir(place) != ["out"]:
+                counts["different"].append(f"{script}: {sorted(os.listdir(place))}")
+    return counts
+
+
+def fingerprint(directory: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    """SHA-256 of the files of a directory that match."""
+    files = sorted(path for pattern in patterns for path in directory.glob(pattern))
+    return {str(path.relative_to(directory)): sha256_file(path) for path in files}

@@ -27,7 +27,7 @@ from sft.config import TrainConfig
 from sft.journal import check_trackers
 from sft.run_directory import RunDirectory, out_of_patience
 from training import fused, micro_batch, results
-from training.failures import explained_memory, fail_on_non_finite
+from training.failures import explained_memory, explained_start, fail_on_non_finite
 from training.inputs import read_inputs
 from training.learner import build_learner
 from training.optimizer import clip_grad_norm
@@ -64,9 +64,10 @@ def fine_tune(settings: TrainConfig, accelerator) -> None:
             f"{directory.path} is complete at step {directory.first_step}: nothing to do (overwrite_output_dir starts anew)."
         )
         return
-    learner = build_learner(settings, inputs, directory.start.checkpoint, accelerator)
-    packing.choose_forward(learner.model, accelerator, inputs.train_rows)
-    replaced = fused.use_fused_operators(learner.model, accelerator) if settings.fused == "auto" else []
+    with explained_start(accelerator):
+        learner = build_learner(settings, inputs, directory.start.checkpoint, accelerator)
+        packing.choose_forward(learner.model, accelerator, inputs.train_rows)
+        replaced = fused.use_fused_operators(learner.model, accelerator) if settings.fused == "auto" else []
     for line in replaced:
         accelerator.print(line)
     plan = micro_batch.choose(plan, learner.model, inputs.train_rows, settings, accelerator)

@@ -14,6 +14,7 @@ from sft import artifacts, batching, checkpoint, run_directory
 from sft.errors import UserError
 from sft.journal import read_metrics
 from tests.conftest import STEPS
+from tests.test_dataset import change_rows
 
 VARIES = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "rank_tokens_min", "rank_tokens_max")
 
@@ -135,8 +136,7 @@ def test_another_run_is_refused_with_all_that_differs(warm, arguments, peace, ti
     config = artifacts.read_json(model / "config.json")
     artifacts.write_json(model / "config.json", {**config, "rms_norm_eps": 1e-5})
     shutil.copytree(dataset_dir, dataset)
-    manifest = artifacts.read_json(dataset / "manifest.json")
-    artifacts.write_json(dataset / "manifest.json", {**manifest, "dataset_sha256": "0" * 64})
+    change_rows(dataset, "train", lambda rows: [{**row, "question": row["question"] + "!"} for row in rows])
     before = sorted(path.name for path in peace.iterdir())
     changed = ("--seed", "7", "--lora_r", "4", "--global_batch_size", "8", "--gradient_accumulation_steps", "4",
                "--max_steps", "30", "--model_name_or_path", model, "--dataset_dir", dataset)  # fmt: skip

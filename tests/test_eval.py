@@ -21,11 +21,11 @@ from evaluation.metrics import evaluate_generations
 from evaluation.report import load_run
 from sft import artifacts, device, encoding, modeling
 from sft.artifacts import sha256_json
-from sft.dataset import split_sha256
 from sft.encoding import encode_dialogue, encode_dialogues, encode_prompt
 from sft.errors import RunFailed, UserError
 from sft.tokenizer import load_tokenizer
 from tests.conftest import ENVIRONMENT, ROOT, launch, must, run_script
+from tests.test_dataset import change_rows
 from tools import tiny
 
 FILES = [".lock", "differences.png", "length_loss.png", "loss.png", "predictions.jsonl", "report.html", "report.json", "report.md", "report.zh-CN.md"]  # fmt: skip
@@ -294,10 +294,11 @@ def test_a_perfect_answer_of_a_thinking_model_has_full_marks(template, thought, 
         assert cut["answer"] == "" and not cut["stopped"] and cut["thought"].startswith("rank 0")
 
 
-def test_a_question_is_asked_in_the_mode_of_most_rows(tmp_path):
+def test_a_question_is_asked_in_the_mode_of_most_rows(tmp_path, dataset_dir):
+    manifest = json.loads((dataset_dir / "manifest.json").read_text())
     assert answering.trained_mode(tmp_path) == "off"
     for modes, mode in (({"plain": 3, "thinking": 2}, "off"), ({"plain": 2, "thinking": 3}, "on"), ({}, "off")):
-        (tmp_path / "manifest.json").write_text(json.dumps({"modes": modes}))
+        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "modes": modes}))
         assert answering.trained_mode(tmp_path) == mode
 
 
@@ -345,10 +346,7 @@ def spoil(case: str, run: Path, dataset: Path) -> list[str]:
         (run / "config.json").write_text(json.dumps({**config, "dataset_dir": str(dataset / "moved")}))
         return arguments[:2]
     elif case == "nothing held out":
-        datasets.load_from_disk(str(dataset / "eval")).select([]).save_to_disk(str(dataset / "none"), num_shards=1)
-        shutil.rmtree(dataset / "eval")
-        (dataset / "none").rename(dataset / "eval")
-        claim(dataset, eval=split_sha256([]))
+        change_rows(dataset, "eval", lambda rows: [])
         arguments += ["--allow_other_dataset"]
     elif case == "other template":
         manifest = json.loads((dataset / "manifest.json").read_text())
@@ -387,7 +385,7 @@ REFUSALS = {
     r"summary\.json \(checkpoint-\d+, checkpoint-91 there\); the train\.py command that began it",
     "no data set": r"data does not exist",
     "damaged adapter": r"its adapter_model.safetensors is damaged .* goes on from its last checkpoint and finishes it",
-    "damaged settings": r"config.json or provenance.json in .* is damaged; copy the run again",
+    "damaged settings": r"config\.json is damaged or was written by another program: model_name_or_path is missing",
     "lost data set": r"moved, is not there .*; give its place with --dataset_dir",
     "nothing held out": r"holds no rows out \(it was made with eval_fraction 0 .*give another with --dataset_dir",
     "other data set": r"is not the data set that .* was trained on \(dataset_sha256 [0-9a-f]{12}….*--allow_other_dataset",

@@ -289,6 +289,11 @@ def test_out_of_memory_is_explained_and_auto_micro_batch_gets_by_with_the_same_r
     more = ("--per_device_train_batch_size", "64", "--gradient_accumulation_steps", "1", "--max_steps", "3",
             "--dtype", "float32")  # fmt: skip
     fp32 = ["--mixed_precision", "no"]
+    tried = launch("npu_1", "train.py", *arguments(tmp_path / "tried", *more), env=small, flags=fp32)
+    (message,) = messages(tried.stderr)  # the mask of the one attention call alone has 4 MiB, and 20 while it is made
+    assert "out of memory on rank 0 (npu:0) while the model is loaded and tried out, before the first step" in message
+    assert not (tmp_path / "tried").exists()
+    more = (*more, "--fused", "off")
     failed = launch("npu_1", "train.py", *arguments(tmp_path / "failed", *more), env=small, flags=fp32)
     assert failed.returncode != 0
     (message,) = messages(failed.stderr)

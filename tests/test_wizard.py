@@ -150,6 +150,6 @@ def test_fsdp_with_enter_at_every_prompt_is_refused_with_the_line_to_delete(tmp_
         device.sharding_plugin(state=None)
 
 
-def test_the_readme_names_what_the_wizard_gets_wrong():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_docs_name_what_the_wizard_gets_wrong():
+    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert "`MULTI_CPU`" in text and "accelerate config" in text

@@ -36,6 +36,23 @@ def explained_memory(run, step: int, rows: list[int]):
         ) from error
 
 
+@contextlib.contextmanager
+def explained_start(accelerator):
+    """Turns running out of memory before the first step into a sentence. Raises: RunFailed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_out_of_memory(error):
+            raise
+        raise RunFailed(
+            f"out of memory on rank {accelerator.process_index} ({accelerator.device}) while the model is loaded and tried "
+            "out, before the first step; free the card of other processes, or cut the model over several cards with a "
+            "*_fsdp launch config (`python doctor.py --estimate` says how many). The allocator said: "
+            f"{(str(error).splitlines() or [''])[0]}",
+            here_only=True,
+        ) from error
+
+
 def fail_on_non_finite(run, step: int, ranks: np.ndarray, layout: list[list[list[int]]]) -> None:
     """Ends the run on every rank; the main process first writes the rows concerned to a file.
 

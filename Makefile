@@ -23,7 +23,7 @@ CARDS ?= 1,2
 REPRODUCE ?=
 # An environment that can train already (CANN's torch_npu, a CUDA build of torch) is used as it is; else .venv is made.
 TRAINS := $(shell $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "peft", "accelerate"))))' 2>/dev/null && echo yes)
-MINIMUM_TESTS := 560
+MINIMUM_TESTS := 1350
 TESTS ?=
 MUTATION ?=
 # The oldest Python that the pins allow is preferred where torch 2.1 is tested: it is what CANN 8.0 images have.

@@ -167,7 +167,9 @@ def test_a_tokenizer_that_the_stacks_read_differently_has_two_hashes(crossed, ti
 def test_both_stacks_make_the_same_data_set(crossed):
     this, other = (read(crossed / f"data-{stack}" / "manifest.json") for stack in STACKS)
     hashes = [key for key in this if key.endswith("_sha256")]
-    assert sorted(hashes) == ["dataset_sha256", "source_sha256", "template_sha256", "tokenizer_sha256"]
+    assert sorted(hashes) == [
+        "dataset_sha256", "source_sha256", "split_sha256", "template_sha256", "tokenizer_sha256"
+    ]  # fmt: skip
     assert {key: this[key] for key in hashes} == {key: other[key] for key in hashes}
     assert this["versions"] != other["versions"]
 

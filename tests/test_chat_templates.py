@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from preparation.records import read_dialogue
 from sft.encoding import encode_dialogues, end_token_ids
+from tests.test_encoding import targets
 
 HERE = Path(__file__).parent / "templates"
 TRL = importlib.util.find_spec("trl")  # not imported: its files are enough
@@ -100,18 +101,6 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 def encode(name: str, conversation: str):
     tools = [TOOLS.get(conversation)]
     return encode_dialogues(tokenizer_of(name), [CONVERSATIONS[conversation]], 4096, tools=tools)
-
-
-def targets(tokenizer, encoded) -> list[str]:
-    """The text of each unbroken run of labels."""
-    runs, run = [], []
-    for label in [*encoded.labels, -100]:
-        if label != -100:
-            run.append(label)
-        elif run:
-            runs.append(tokenizer.decode(run))
-            run = []
-    return runs
 
 
 OUTCOMES = {

@@ -150,9 +150,7 @@ def replace_forward(model: nn.Module, kind: str, applies: Callable, candidates: 
 
 def choose_attention(model: nn.Module, fused: Callable) -> str:
     """Has every attention layer compute all rows in one call when that agrees with a call per row."""
-    layers = [
-        module for module in model.modules() if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
-    ]
+    layers = attention_layers(model)
     if not layers or layers[0].config._attn_implementation != "packed_sdpa":
         return ""
     config, d = layers[0].config, layers[0].head_dim
@@ -180,14 +178,14 @@ def choose_attention(model: nn.Module, fused: Callable) -> str:
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """Modules with the two numbers that all attention layers of transformers have."""
-    return [module for module in model.modules() if {"num_key_value_groups", "head_dim"} <= module.__dict__.keys()]
+    return [
+        module for module in model.modules() if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
+    ]
 
 
 def replace_rotary(model: nn.Module, card: torch.device) -> str:
     """Puts `rotary` in the place of apply_rotary_pos_emb in the file that the attention layers come from."""
-    layers = [
-        module for module in model.modules() if hasattr(module, "num_key_value_groups") and hasattr(module, "head_dim")
-    ]
+    layers = attention_layers(model)
     files = (
         [sys.modules[cls.__module__] for cls in type(layers[0]).__mro__ if cls.__module__ in sys.modules]
         if layers
